@@ -1,0 +1,43 @@
+"""Why a request cannot be computed. The service checks first, with better words; here it keeps
+one request's bad index from breaking the device for all."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backends.contract import Datum, ForwardBackward, LossSignature, ModelInfo
+
+
+def refusal(request: ForwardBackward, info: ModelInfo) -> str | None:
+    """One sentence that says what is wrong, or None."""
+    signature = info.losses.get(request.loss)
+    if signature is None:
+        return f"loss {request.loss!r} is unknown; known are {sorted(info.losses)}"
+    for key, value in request.loss_config.items():
+        if key not in signature.config or isinstance(value, str) or not np.isfinite(value):
+            return f"loss_config {key} = {value!r} is no finite number {request.loss} knows"
+    for index, datum in enumerate(request.data):
+        reason = _datum_refusal(datum, signature, info)
+        if reason is not None:
+            return f"datum {index}: {reason}"
+    return None
+
+
+def _datum_refusal(datum: Datum, signature: LossSignature, info: ModelInfo) -> str | None:
+    num_tokens = len(datum.tokens)
+    if not 0 < num_tokens <= info.max_context_length:
+        return f"{num_tokens} tokens, where 1 to {info.max_context_length} are possible"
+    missing = [name for name in signature.required if name not in datum.loss_inputs]
+    if missing:
+        return f"{missing[0]} is missing"
+    targets = datum.loss_inputs["target_tokens"]
+    if targets.ndim != 1 and not (signature.many_targets and targets.ndim == 2 and targets.size):
+        return f"target_tokens has shape {list(targets.shape)}"
+    for name in (*signature.required, *signature.optional):
+        values = datum.loss_inputs.get(name)
+        if values is not None and (len(values) != num_tokens or values.shape != targets.shape):
+            return f"{name} has shape {list(values.shape)} for {num_tokens} tokens"
+    for name, ids in (("tokens", datum.tokens), ("target_tokens", targets)):
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= info.vocab_size:
+            return f"{name} must be integers from 0 to {info.vocab_size - 1}"
+    return None

@@ -1,0 +1,113 @@
+"""The trainer of one process: runs, and passes over one frozen model."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from backends.contract import (
+    AdapterSpec,
+    BackendError,
+    Contents,
+    Failure,
+    ForwardBackward,
+    LossResult,
+    ModelInfo,
+    OptimStep,
+    StepResult,
+)
+from backends.lora.adapter import fresh_adapter, trained_targets
+from backends.losses import LOSSES
+from backends.model import FrozenModel
+from backends.training.checks import refusal
+from backends.training.lane import Lane
+from backends.training.packed_pass import run_pass
+from backends.training.run_state import RunFolderError, RunState
+
+
+class CallRefusedError(BackendError):
+    """This call did nothing, and all else is as it was; the message says why."""
+
+
+class LocalTrainer:
+    """Synchronous, for one thread. What fails for one run comes back as its Failure where the
+    call returns one (an unknown run too, category `server`); create, load and save raise
+    CallRefusedError instead."""
+
+    def __init__(self, model: FrozenModel, max_tokens_per_microbatch: int) -> None:
+        self._model = model
+        self._max_tokens = max_tokens_per_microbatch
+        self._runs: dict[str, RunState] = {}
+        self._info = _describe(model)
+
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def create(self, run: str, spec: AdapterSpec) -> None:
+        """Give the run a fresh adapter in place of what it had."""
+        if spec.rank < 1 or not trained_targets(spec, self._model.targets):
+            raise CallRefusedError(f"run {run}: {spec} trains no layer of this model")
+        adapter = fresh_adapter(spec, self._model.targets, self._model.device)
+        self._runs[run] = RunState(adapter)
+
+    def load(self, run: str, directory: str | Path, contents: Contents) -> AdapterSpec:
+        """Replace the run's state by a saved one, or raise CallRefusedError and leave it."""
+        try:
+            state = RunState.load(directory, contents, self._model.targets, self._model.device)
+        except RunFolderError as error:
+            raise CallRefusedError(str(error)) from error
+        self._runs[run] = state
+        return state.adapter.spec
+
+    def save(self, run: str, directory: str | Path, contents: Contents) -> int:
+        """Write the run's folder whole or not at all; its size in bytes."""
+        if run not in self._runs:
+            raise CallRefusedError(_not_loaded(run))
+        return self._runs[run].save(directory, contents, self._model.name)
+
+    def unload(self, run: str) -> None:
+        self._runs.pop(run, None)
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
+        return [
+            self._runs[step.run].step(step)
+            if step.run in self._runs
+            else Failure(message=_not_loaded(step.run), category="server")
+            for step in steps
+        ]
+
+    def forward_backward(
+        self, requests: Sequence[ForwardBackward]
+    ) -> Generator[None, None, list[LossResult | Failure]]:
+        """One packed pass, in one result a request. Pauses between microbatches, so that the
+        caller can do other work; it must not step or replace these runs meanwhile. A generator
+        that is closed early leaves no gradient."""
+        admitted = [self._admit(request) for request in requests]
+        lanes = [lane for lane in admitted if isinstance(lane, Lane)]
+        yield from run_pass(self._model, lanes, self._max_tokens)
+        return [entry.finish() if isinstance(entry, Lane) else entry for entry in admitted]
+
+    def _admit(self, request: ForwardBackward) -> Lane | Failure:
+        if request.run not in self._runs:
+            return Failure(message=_not_loaded(request.run), category="server")
+        reason = refusal(request, self._info)
+        if reason is not None:
+            return Failure(message=reason, category="user")
+        return Lane(request, self._runs[request.run])
+
+
+def _not_loaded(run: str) -> str:
+    return f"run {run} is not loaded"
+
+
+def _describe(model: FrozenModel) -> ModelInfo:
+    return ModelInfo(
+        vocab_size=model.vocab_size,
+        max_context_length=model.max_context_length,
+        num_parameters=model.num_parameters,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        trainable_groups=model.groups,
+        eos_token_ids=model.eos_token_ids,
+        losses={name: loss.signature for name, loss in LOSSES.items()},
+    )

@@ -1,0 +1,141 @@
+"""The worker's one compute thread: training calls in their order, samples together, and both by
+turns (`TimeShare`), a microbatch or a token at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from queue import SimpleQueue
+from typing import assert_never
+
+from backends.contract import BackendError, Failure, SampleRequest, SampleResult
+from backends.sampling.embedded import EmbeddedEngine
+from backends.training.local import LocalTrainer
+from backends.workers import messages
+from backends.workers.messages import Call, Reply, TrainingCall
+from backends.workers.time_share import TimeShare
+
+Inbox = SimpleQueue[tuple[int, Call]]
+Units = Generator[None, None, Reply]
+"""A training call in units of work that others may come between; it returns the reply."""
+
+_log = logging.getLogger(__name__)
+
+
+class Compute:
+    def __init__(
+        self, trainer: LocalTrainer, engine: EmbeddedEngine, send: Callable[[int, Reply], None]
+    ) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._send = send
+        self._share = TimeShare()
+        self._training: deque[tuple[int, Units]] = deque()
+        self._sampling: dict[str, int] = {}
+        """Call id by request id."""
+        self._stopping = False
+
+    def run(self, inbox: Inbox) -> None:
+        """Work until told to stop."""
+        work = {"training": self._train, "sampling": self._sample}
+        while not self._stopping:
+            ready = self._ready()
+            if not ready or not inbox.empty():
+                self._accept(*inbox.get())
+                continue
+            name = self._share.choose(ready)
+            began = time.perf_counter()
+            work[name]()
+            self._share.spend(name, time.perf_counter() - began)
+
+    def _ready(self) -> list[str]:
+        ready = ["training"] if self._training else []
+        return [*ready, "sampling"] if self._engine.busy else ready
+
+    def _accept(self, call_id: int, call: Call) -> None:
+        match call:
+            case messages.Sample(request):
+                self._attempt(
+                    lambda: self._add(call_id, request),
+                    lambda message: self._send(call_id, messages.Broke(message)),
+                )
+            case messages.Cancel(request_id):
+                self._engine.cancel(request_id)
+                # Before the next call, which may be a new request of the same id.
+                self._report(self._engine.take_finished())
+                self._send(call_id, messages.Done())
+            case messages.Stop():
+                self._stopping = True
+            case _:
+                self._training.append((call_id, self._units(call)))
+
+    def _add(self, call_id: int, request: SampleRequest) -> None:
+        if request.request_id in self._sampling:
+            raise BackendError(f"request {request.request_id} is under way already")
+        self._engine.add(request)
+        self._sampling[request.request_id] = call_id
+
+    def _units(self, call: TrainingCall) -> Units:
+        trainer = self._trainer
+        match call:
+            case messages.RunForwardBackward(requests):
+                return messages.losses((yield from trainer.forward_backward(requests)))
+            case messages.RunOptimStep(steps):
+                return messages.steps(trainer.optim_step(steps))
+            case messages.Create(run, spec):
+                trainer.create(run, spec)
+            case messages.Save(run, directory, contents):
+                return messages.Saved(trainer.save(run, directory, contents))
+            case messages.Load(run, directory, contents):
+                return messages.Loaded(trainer.load(run, directory, contents))
+            case messages.Unload(run):
+                trainer.unload(run)
+            case messages.Describe():
+                return messages.Described(trainer.info())
+            case _:
+                assert_never(call)
+        return messages.Done()
+
+    def _train(self) -> None:
+        self._attempt(self._train_one_unit, self._break_training)
+
+    def _train_one_unit(self) -> None:
+        call_id, units = self._training[0]
+        try:
+            next(units)
+        except StopIteration as end:
+            self._training.popleft()
+            self._send(call_id, end.value)
+
+    def _sample(self) -> None:
+        self._attempt(self._sample_one_step, self._break_sampling)
+
+    def _sample_one_step(self) -> None:
+        self._report(self._engine.step())
+
+    def _report(self, finished: Sequence[tuple[str, SampleResult | Failure]]) -> None:
+        for request_id, result in finished:
+            self._send(self._sampling.pop(request_id), messages.sampled(result))
+
+    def _attempt(self, work: Callable[[], None], broke: Callable[[str], None]) -> None:
+        """The worker's one supervision: what breaks fails its own calls, and the rest goes on."""
+        try:
+            work()
+        except BackendError as error:
+            broke(str(error))
+        except Exception as error:  # noqa: BLE001
+            _log.exception("a call broke")
+            broke(f"{type(error).__name__}: {error}")
+
+    def _break_training(self, message: str) -> None:
+        call_id, _ = self._training.popleft()
+        self._send(call_id, messages.Broke(message))
+
+    def _break_sampling(self, message: str) -> None:
+        """A step serves all requests at once: nothing is known of any of them."""
+        self._engine.abort()
+        for call_id in self._sampling.values():
+            self._send(call_id, messages.Broke(message))
+        self._sampling.clear()

@@ -1,0 +1,137 @@
+"""What a worker is asked, and what it answers. The values inside are those of `contract.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from backends.contract import (
+    AdapterSpec,
+    Contents,
+    Failure,
+    ForwardBackward,
+    LossResult,
+    ModelInfo,
+    OptimStep,
+    SampleRequest,
+    SampleResult,
+    StepResult,
+)
+
+READY_CALL = 0
+"""The id that the worker's `Ready` comes under; calls count from 1."""
+
+
+class Describe(Struct, frozen=True, tag=True):
+    pass
+
+
+class Create(Struct, frozen=True, tag=True):
+    run: str
+    spec: AdapterSpec
+
+
+class RunForwardBackward(Struct, frozen=True, tag=True):
+    requests: tuple[ForwardBackward, ...]
+
+
+class RunOptimStep(Struct, frozen=True, tag=True):
+    steps: tuple[OptimStep, ...]
+
+
+class Save(Struct, frozen=True, tag=True):
+    run: str
+    directory: str
+    contents: Contents
+
+
+class Load(Struct, frozen=True, tag=True):
+    run: str
+    directory: str
+    contents: Contents
+
+
+class Unload(Struct, frozen=True, tag=True):
+    run: str
+
+
+class Sample(Struct, frozen=True, tag=True):
+    request: SampleRequest
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Leave after the microbatch or token under way."""
+
+
+TrainingCall = Describe | Create | RunForwardBackward | RunOptimStep | Save | Load | Unload
+Call = TrainingCall | Sample | Cancel | Stop
+
+
+class Failed(Struct, frozen=True, tag=True):
+    value: Failure
+
+
+class Loss(Struct, frozen=True, tag=True):
+    value: LossResult
+
+
+class Stepped(Struct, frozen=True, tag=True):
+    value: StepResult
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """The model is loaded."""
+
+
+class Done(Struct, frozen=True, tag=True):
+    pass
+
+
+class Described(Struct, frozen=True, tag=True):
+    info: ModelInfo
+
+
+class Losses(Struct, frozen=True, tag=True):
+    outcomes: tuple[Loss | Failed, ...]
+
+
+class Steps(Struct, frozen=True, tag=True):
+    outcomes: tuple[Stepped | Failed, ...]
+
+
+class Saved(Struct, frozen=True, tag=True):
+    num_bytes: int
+
+
+class Loaded(Struct, frozen=True, tag=True):
+    spec: AdapterSpec
+
+
+class Sampled(Struct, frozen=True, tag=True):
+    value: SampleResult
+
+
+class Broke(Struct, frozen=True, tag=True):
+    """This call failed as a whole; the worker goes on."""
+
+    message: str
+
+
+Reply = Ready | Done | Described | Losses | Steps | Saved | Loaded | Sampled | Failed | Broke
+
+
+def losses(results: Sequence[LossResult | Failure]) -> Losses:
+    return Losses(tuple(Failed(r) if isinstance(r, Failure) else Loss(r) for r in results))
+
+
+def steps(results: Sequence[StepResult | Failure]) -> Steps:
+    return Steps(tuple(Failed(r) if isinstance(r, Failure) else Stepped(r) for r in results))
+
+
+def sampled(result: SampleResult | Failure) -> Sampled | Failed:
+    return Failed(result) if isinstance(result, Failure) else Sampled(result)

@@ -1,0 +1,208 @@
+"""A backend hosted in a process of its own, so that arithmetic never holds up the service and its
+death takes nothing else along. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from backends.contract import (
+    AdapterSpec,
+    BackendError,
+    Contents,
+    Failure,
+    ForwardBackward,
+    LossResult,
+    ModelInfo,
+    OptimStep,
+    SampleRequest,
+    SampleResult,
+    StepResult,
+)
+from backends.workers import messages
+from backends.workers.connection import Connection
+
+Expected = TypeVar("Expected")
+
+_LAST_BYTES = 2000
+"""How much of its log tells why a worker died."""
+
+_EXIT_S = 5.0
+"""How long a worker that closed its socket may take to be gone."""
+
+
+class SubprocessBackend:
+    """A `TrainingBackend` and a `SamplingEngine`. Calls may overlap: training calls run in the
+    order they were made, samples beside them. When the worker dies, every call under way and
+    every later one raises BackendError; `wait_closed` is the moment to start another.
+
+    A BackendError while the backend is not `closed` is of that one call: the worker goes on."""
+
+    def __init__(self, process: Process, connection: Connection, log: Log) -> None:
+        self._process = process
+        self._connection = connection
+        self._log = log
+        self._stopped = False
+        self._closing = asyncio.create_task(self._close())
+
+    @classmethod
+    async def start(
+        cls,
+        model_path: str | Path,
+        *,
+        dtype: str,
+        threads: int,
+        max_tokens_per_microbatch: int,
+        log_file: str | Path,
+        device: str = "cpu",
+        max_batch_size: int = 32,
+        kv_token_budget: int = 65_536,
+    ) -> SubprocessBackend:
+        """Returns when the model is loaded. Raises BackendError with the worker's last words
+        when it cannot be. `log_file` is appended to; `kv_token_budget` is in tokens."""
+        options = {
+            "--model": model_path,
+            "--dtype": dtype,
+            "--device": device,
+            "--threads": threads,
+            "--max-tokens-per-microbatch": max_tokens_per_microbatch,
+            "--max-batch-size": max_batch_size,
+            "--kv-token-budget": kv_token_budget,
+        }
+        backend = await cls._spawn(options, Log(Path(log_file)))
+        try:
+            await backend._connection.ready()
+        except BaseException:
+            await backend.stop(0.0)
+            raise
+        return backend
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.done()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait_closed(self) -> None:
+        """Returns when the worker is gone, asked to or not."""
+        await asyncio.wait([self._closing])
+
+    async def stop(self, grace_s: float) -> None:
+        """Let the worker finish the microbatch or token under way, for so long, then kill it."""
+        self._stopped = True
+        if not self.closed:
+            with suppress(BackendError):
+                self._connection.post(messages.Stop())
+            await asyncio.wait([self._closing], timeout=grace_s)
+        self._kill()
+        await self.wait_closed()
+
+    async def describe(self) -> ModelInfo:
+        return (await self._call(messages.Describe(), messages.Described)).info
+
+    async def create(self, run: str, spec: AdapterSpec) -> None:
+        await self._call(messages.Create(run, spec), messages.Done)
+
+    async def forward_backward(
+        self, requests: Sequence[ForwardBackward]
+    ) -> list[LossResult | Failure]:
+        call = messages.RunForwardBackward(tuple(requests))
+        return [o.value for o in (await self._call(call, messages.Losses)).outcomes]
+
+    async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
+        call = messages.RunOptimStep(tuple(steps))
+        return [o.value for o in (await self._call(call, messages.Steps)).outcomes]
+
+    async def save(self, run: str, directory: str, contents: Contents) -> int:
+        call = messages.Save(run, directory, contents)
+        return (await self._call(call, messages.Saved)).num_bytes
+
+    async def load(self, run: str, directory: str, contents: Contents) -> AdapterSpec:
+        return (await self._call(messages.Load(run, directory, contents), messages.Loaded)).spec
+
+    async def unload(self, run: str) -> None:
+        await self._call(messages.Unload(run), messages.Done)
+
+    async def sample(self, request: SampleRequest) -> SampleResult | Failure:
+        """A caller that is cancelled cancels the request."""
+        try:
+            call = messages.Sample(request)
+            reply = await self._call(call, messages.Sampled | messages.Failed)
+        except asyncio.CancelledError:
+            with suppress(BackendError):
+                self._connection.post(messages.Cancel(request.request_id))
+            raise
+        return reply.value
+
+    async def cancel(self, request_id: str) -> None:
+        await self._call(messages.Cancel(request_id), messages.Done)
+
+    @classmethod
+    async def _spawn(cls, options: Mapping[str, object], log: Log) -> SubprocessBackend:
+        ours, theirs = socket.socketpair()
+        arguments = [str(word) for option in options.items() for word in option]
+        with theirs, log.path.open("ab") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "backends.workers.main", *arguments),
+                    *("--fd", str(theirs.fileno())),
+                    pass_fds=[theirs.fileno()],
+                    stdin=DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    # Out of the terminal's group: its Ctrl-C is for the service to act on.
+                    process_group=0,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return cls(process, Connection(ours), log)
+
+    async def _call(self, call: messages.Call, expected: type[Expected]) -> Expected:
+        reply = await self._connection.call(call)
+        if isinstance(reply, messages.Broke):
+            raise BackendError(reply.message)
+        assert isinstance(reply, expected), reply
+        return reply
+
+    async def _close(self) -> None:
+        """Wait for the worker's end, see that it is gone, and tell everyone."""
+        await self._connection.wait_closed()
+        try:
+            await asyncio.wait_for(self._process.wait(), _EXIT_S)
+        except TimeoutError:
+            self._kill()
+        code = await self._process.wait()
+        if self._stopped:
+            error = BackendError("the worker was stopped")
+        else:
+            error = BackendError(f"the worker ended with code {code}: {self._log.last_words()}")
+        await self._connection.fail(error)
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+
+class Log:
+    """The file that a worker writes to, from where it is now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start = path.stat().st_size if path.exists() else 0
+
+    def last_words(self) -> str:
+        """The end of what was written since, in one line."""
+        with self.path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(self._start, size - _LAST_BYTES))
+            text = file.read().decode(errors="replace")
+        return " | ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -1,0 +1,199 @@
+"""Checkpoints and training runs over REST: list, publish, expire, delete, copy, download."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+
+from server.api.rooms import Caller, InRooms, RawBody, Rooms
+from server.core.ids import RunId, TenantId
+from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_kind, parse_path
+from server.core.records import Checkpoint, Run
+from server.wire.json_shapes import WireModel, parse_json
+
+router = APIRouter()
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0)]
+
+_TYPES = {
+    CheckpointKind.TRAINING: "training",
+    CheckpointKind.SAMPLER: "sampler",
+    CheckpointKind.EXTERNAL: "external",
+}
+
+
+class SetTtl(WireModel):
+    ttl_seconds: int | None = None
+
+
+class WeightsInfo(WireModel):
+    tinker_path: str
+
+
+class CopyWeights(WireModel):
+    source_path: str
+    destination_project_id: str
+    ttl_seconds: int | None = None
+
+
+def time_text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": _TYPES[checkpoint.kind],
+        "time": time_text(checkpoint.created_at),
+        "tinker_path": str(checkpoint.path),
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+    }
+    if checkpoint.user_metadata:
+        answer["user_metadata"] = checkpoint.user_metadata
+    if checkpoint.expires_at is not None:
+        answer["expires_at"] = time_text(checkpoint.expires_at)
+    return answer
+
+
+async def run_json(rooms: Rooms, run: Run) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "training_run_id": run.id,
+        "base_model": run.base_model,
+        "model_owner": f"tml:organization_user:{run.owner}",
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": run.lora.rank,
+        "last_request_time": time_text(run.last_request_at),
+        "user_metadata": run.user_metadata,
+    }
+    for field, kind in (
+        ("last_checkpoint", CheckpointKind.TRAINING),
+        ("last_sampler_checkpoint", CheckpointKind.SAMPLER),
+    ):
+        if newest := await rooms.checkpoints.newest(run.id, kind):
+            answer[field] = checkpoint_json(newest)
+    return answer
+
+
+@router.get("/training_runs")
+async def list_runs(
+    rooms: InRooms,
+    caller: Caller,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    project_id: str | None = None,
+) -> dict[str, Any]:
+    runs, total = await rooms.runs.page(caller, limit, offset, project_id)
+    return {
+        "training_runs": [await run_json(rooms, run) for run in runs],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+@router.get("/training_runs/{run_id}")
+async def get_run(run_id: str, rooms: InRooms, caller: Caller) -> dict[str, Any]:
+    return await run_json(rooms, await rooms.runs.get(caller, RunId(run_id)))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def list_run_checkpoints(run_id: str, rooms: InRooms, caller: Caller) -> dict[str, Any]:
+    run = await rooms.runs.get(caller, RunId(run_id))
+    found = await rooms.checkpoints.of_run(run.id)
+    return {"checkpoints": [checkpoint_json(checkpoint) for checkpoint in found]}
+
+
+@router.get("/checkpoints")
+async def list_checkpoints(
+    rooms: InRooms, caller: Caller, limit: Limit = 100, offset: Offset = 0
+) -> dict[str, Any]:
+    found, total = await rooms.checkpoints.page(caller.id, limit, offset)
+    return {
+        "checkpoints": [checkpoint_json(checkpoint) for checkpoint in found],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+def path_of(run_id: str, kind: str, name: str) -> CheckpointPath:
+    return CheckpointPath(RunId(run_id), parse_kind(kind), check_name(name))
+
+
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+@router.post(_ONE + "/publish")
+async def publish(
+    run_id: str, kind: str, name: str, rooms: InRooms, caller: Caller
+) -> dict[str, Any]:
+    await rooms.checkpoints.publish(caller.id, path_of(run_id, kind, name), public=True)
+    return {}
+
+
+@router.delete(_ONE + "/publish")
+async def unpublish(
+    run_id: str, kind: str, name: str, rooms: InRooms, caller: Caller
+) -> dict[str, Any]:
+    await rooms.checkpoints.publish(caller.id, path_of(run_id, kind, name), public=False)
+    return {}
+
+
+@router.put(_ONE + "/ttl")
+async def set_ttl(
+    run_id: str, kind: str, name: str, rooms: InRooms, caller: Caller, body: RawBody
+) -> dict[str, Any]:
+    ttl = parse_json(SetTtl, body).ttl_seconds
+    await rooms.checkpoints.set_ttl(caller.id, path_of(run_id, kind, name), ttl)
+    return {}
+
+
+@router.delete(_ONE)
+async def delete(
+    run_id: str, kind: str, name: str, rooms: InRooms, caller: Caller
+) -> dict[str, Any]:
+    await rooms.checkpoints.delete(caller.id, path_of(run_id, kind, name))
+    return {}
+
+
+@router.get(_ONE + "/external_weights_urls")
+async def external_weights_urls(
+    run_id: str, kind: str, name: str, request: Request, rooms: InRooms, caller: Caller
+) -> dict[str, Any]:
+    path = path_of(run_id, kind, name)
+    checkpoint = await rooms.checkpoints.owned(TenantId(caller.id), path)
+    urls, expires = rooms.downloads.urls(checkpoint, str(request.base_url).rstrip("/"))
+    return {"urls": urls, "expires": time_text(expires)}
+
+
+@router.get("/files/{folder}/{name}")
+async def download(
+    folder: str, name: str, expires: int, signature: str, rooms: InRooms
+) -> FileResponse:
+    return FileResponse(rooms.downloads.open(folder, name, expires, signature))
+
+
+@router.post("/weights_info")
+async def weights_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
+    path = parse_path(parse_json(WeightsInfo, body).tinker_path)
+    found = await rooms.checkpoints.readable(caller.id, path)
+    return {
+        "base_model": found.base_model,
+        "is_lora": True,
+        "lora_rank": found.lora.rank,
+        "train_unembed": found.lora.train_unembed,
+        "train_mlp": found.lora.train_mlp,
+        "train_attn": found.lora.train_attn,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+@router.post("/copy_weights")
+async def copy_weights(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
+    copy = parse_json(CopyWeights, body)
+    source = await rooms.checkpoints.readable(caller.id, parse_path(copy.source_path))
+    target = await rooms.runs.add_holder(caller, source, copy.destination_project_id)
+    copied = await rooms.checkpoints.copy(source, target, copy.ttl_seconds)
+    return {"tinker_path": str(copied.path)}

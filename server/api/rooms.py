@@ -1,0 +1,98 @@
+"""What the handlers call: the rooms of the service, and how a handler gets at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from server.catalogue import Catalogue
+from server.checkpoints.downloads import Downloads
+from server.checkpoints.service import Checkpoints
+from server.core.errors import ShuttingDown, TooLarge
+from server.core.ids import SessionId
+from server.core.records import Request as Job
+from server.core.records import Run, Tenant
+from server.runs.service import Runs
+from server.samplers.service import Samplers
+from server.settings import Settings
+from server.store.ledger import Ledger
+from server.tenancy.keys import Keys
+from server.tenancy.sessions import Sessions
+from server.wire.body import decode_body
+
+
+@dataclass(slots=True, kw_only=True)
+class Rooms:
+    settings: Settings
+    catalogue: Catalogue
+    keys: Keys
+    sessions: Sessions
+    runs: Runs
+    samplers: Samplers
+    checkpoints: Checkpoints
+    downloads: Downloads
+    ledger: Ledger
+    free: Callable[[Run], None]
+    """Tell a run's dispatcher that its session is over."""
+    draining: bool = False
+    """No new work is taken; what was promised can still be asked for."""
+
+    def drain(self) -> None:
+        """From now on no new work; those who wait are told to come back."""
+        self.draining = True
+        self.ledger.wake_all()
+
+    def release(self, session: SessionId) -> None:
+        """A session is over: its runs' tensors can be freed."""
+        for live in self.runs.registry.of_session(session):
+            self.free(live.run)
+
+    def queue_state(self, request: Job) -> tuple[str, str | None]:
+        """What a waiting client is told: the SDK's queue state, and a reason."""
+        if self.draining:
+            return "paused_capacity", "the server is restarting"
+        if request.run_id is not None and self.runs.registry.restoring(request.run_id):
+            return "paused_capacity", "restoring"
+        return "active", None
+
+    def check_open(self) -> None:
+        if self.draining:
+            raise ShuttingDown("the server is shutting down; try again after its restart")
+
+
+def get_rooms(request: Request) -> Rooms:
+    return request.app.state.rooms
+
+
+async def get_caller(request: Request) -> Tenant:
+    """Who is calling; raises NotAuthenticated."""
+    rooms: Rooms = request.app.state.rooms
+    return await rooms.keys.authenticate(request.headers.get("x-api-key"))
+
+
+InRooms = Annotated[Rooms, Depends(get_rooms)]
+Caller = Annotated[Tenant, Depends(get_caller)]
+
+
+async def get_body(request: Request) -> bytes:
+    """The request's body, unpacked; raises TooLarge before more than the limit is in memory."""
+    limit = get_rooms(request).settings.max_body_bytes
+    parts: list[bytes] = []
+    received = 0
+    async for part in request.stream():
+        received += len(part)
+        if received > limit:
+            raise TooLarge(f"the request body is larger than {limit} bytes")
+        parts.append(part)
+    return decode_body(
+        b"".join(parts),
+        request.headers.get("content-encoding"),
+        max_bytes=limit,
+        max_decoded_bytes=limit,
+    )
+
+
+RawBody = Annotated[bytes, Depends(get_body)]

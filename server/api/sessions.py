@@ -1,0 +1,94 @@
+"""Sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+
+from server.api.rooms import Caller, InRooms, RawBody
+from server.core.ids import SessionId
+from server.core.limits import text_metadata
+from server.tenancy.sessions import CreateSession
+from server.wire.json_shapes import WireModel, parse_json
+
+router = APIRouter()
+
+
+class Heartbeat(WireModel):
+    session_id: str
+
+
+class FinishReason(WireModel):
+    type: str = "success"
+
+
+class Finish(WireModel):
+    reason: FinishReason = FinishReason()
+    detail: str | None = None
+
+
+class AssignProject(WireModel):
+    project_id: str
+
+
+@router.post("/create_session")
+async def create_session(
+    rooms: InRooms,
+    caller: Caller,
+    body: RawBody,
+    idempotency_key: Annotated[str | None, Header(alias="x-idempotency-key")] = None,
+) -> dict[str, str]:
+    rooms.check_open()
+    request = parse_json(CreateSession, body)
+    session = await rooms.sessions.create(caller, request, idempotency_key)
+    return {"type": "create_session", "session_id": session.id}
+
+
+@router.post("/session_heartbeat")
+async def heartbeat(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, str]:
+    await rooms.sessions.heartbeat(caller, SessionId(parse_json(Heartbeat, body).session_id))
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish(session_id: str, rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
+    how = parse_json(Finish, body)
+    await rooms.sessions.finish(caller, SessionId(session_id), how.reason.type, how.detail)
+    rooms.release(SessionId(session_id))
+    return {}
+
+
+@router.get("/sessions")
+async def list_sessions(
+    rooms: InRooms,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    offset: Annotated[int, Query(ge=0)] = 0,
+) -> dict[str, Any]:
+    sessions = await rooms.sessions.page(caller, limit, offset)
+    return {"sessions": [session.id for session in sessions]}
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, rooms: InRooms, caller: Caller) -> dict[str, Any]:
+    session = await rooms.sessions.get(caller, SessionId(session_id))
+    runs = await rooms.runs.of_session(session.id)
+    samplers = await rooms.samplers.of_session(session.id)
+    answer: dict[str, Any] = {
+        "training_run_ids": [run.id for run in runs],
+        "sampler_ids": [sampler.id for sampler in samplers],
+        "user_metadata": text_metadata(session.user_metadata),
+    }
+    if session.display_name is not None:
+        answer["display_name"] = session.display_name
+    return answer
+
+
+@router.put("/sessions/{session_id}/project")
+async def assign_project(
+    session_id: str, rooms: InRooms, caller: Caller, body: RawBody
+) -> dict[str, Any]:
+    project = parse_json(AssignProject, body).project_id
+    await rooms.sessions.assign_project(caller, SessionId(session_id), project)
+    return {}

@@ -1,0 +1,257 @@
+"""The composition root: builds the rooms and joins them. The only place in the server that names
+a concrete backend."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+from fastapi import APIRouter, FastAPI
+
+from backends.contract import BackendError, ModelInfo
+from backends.workers.subprocess import SubprocessBackend
+from backends.workers.supervised import SupervisedBackend
+from server.api import checkpoints, client, errors, futures, sampling, sessions, training
+from server.api.rooms import Rooms
+from server.catalogue import Catalogue, ServedModel
+from server.checkpoints import queries as checkpoint_queries
+from server.checkpoints.downloads import Downloads, load_secret
+from server.checkpoints.service import Checkpoints
+from server.checkpoints.storage import Storage
+from server.core.records import Run
+from server.dispatch import Dispatcher, DispatchSettings
+from server.housekeeping import Housekeeping
+from server.runs import queries as run_queries
+from server.runs.service import Runs
+from server.samplers import queries as sampler_queries
+from server.samplers.service import Samplers
+from server.settings import Settings
+from server.store.database import AsyncSession, Database, sqlite_url
+from server.store.ledger import Ledger
+from server.store.migrate import migrate
+from server.tenancy.keys import Keys
+from server.tenancy.sessions import Sessions
+
+log = structlog.get_logger()
+
+
+class StartRefused(Exception):
+    """The settings do not allow a start; the message says which."""
+
+
+class Service:
+    """Everything that runs while the server does, in the order it starts; it stops in reverse."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        self._settings = settings
+        self._db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))
+        self._catalogue = Catalogue()
+        self._backends = {
+            name: SupervisedBackend(_worker(settings, name, path))
+            for name, path in settings.models.items()
+        }
+        self._dispatchers: dict[str, Dispatcher] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._housekeeping: asyncio.Task[None] | None = None
+        self.rooms = self._build_rooms(clock)
+        self._clock = clock
+
+    async def start(self) -> None:
+        """Raises BackendError when a model cannot be loaded."""
+        await migrate(self._db.engine)
+        self._db.start()
+        await self.rooms.keys.start()
+        if not self.rooms.keys.required and not _is_loopback(self._settings.host):
+            raise StartRefused(
+                f"host is {self._settings.host}, which others can reach, and nobody would be "
+                "asked for a key: make one first with `hearth keys create NAME`"
+            )
+        for name, backend in self._backends.items():
+            info = await backend.describe()
+            info = _limited(info, self._settings.max_context_length)
+            self._catalogue.add(
+                ServedModel(
+                    name=name, tokenizer_id=tokenizer_id(self._settings.models[name]), info=info
+                )
+            )
+            log.info("model_ready", model=name, parameters=info.num_parameters, dtype=info.dtype)
+        await self._remove_orphans()
+        unfinished = await self.rooms.ledger.start()
+        await self.rooms.runs.resume(unfinished)
+        await self.rooms.samplers.resume(unfinished)
+        for dispatcher in self._dispatchers.values():
+            self._tasks.append(asyncio.create_task(dispatcher.run()))
+        housekeeping = Housekeeping(self.rooms)
+        self._housekeeping = asyncio.create_task(housekeeping.run())
+
+    async def stop(self) -> None:
+        """Take no new work, finish what runs, put every run's state on disk."""
+        self.rooms.drain()
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._housekeeping
+        for dispatcher in self._dispatchers.values():
+            dispatcher.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._settings.drain_grace_s)
+        await self.rooms.samplers.drain()
+        for backend in self._backends.values():
+            await backend.stop(grace_s=5.0)
+        for task in self._tasks:
+            task.cancel()
+        await self._db.stop()
+
+    def _build_rooms(self, clock: Callable[[], float]) -> Rooms:
+        settings, data = self._settings, self._settings.data
+        ledger = Ledger(self._db, clock)
+        sessions_room = Sessions(self._db, clock)
+        storage = Storage(data / "weights")
+        checkpoints_room = Checkpoints(self._db, storage, clock)
+        runs = Runs(
+            ledger=ledger,
+            sessions=sessions_room,
+            checkpoints=checkpoints_room,
+            catalogue=self._catalogue,
+            lora_alpha=settings.lora_alpha,
+            clock=clock,
+            wake=lambda model: self._dispatchers[model].wake(),
+        )
+        for name, backend in self._backends.items():
+            self._dispatchers[name] = Dispatcher(
+                base_model=name,
+                backend=backend,
+                registry=runs.registry,
+                checkpoints=checkpoints_room,
+                ledger=ledger,
+                settings=DispatchSettings(
+                    token_budget=settings.tick_token_budget,
+                    gap_wait_s=settings.gap_wait_s,
+                    snapshot_after_s=settings.snapshot_after_s,
+                ),
+                clock=clock,
+            )
+        return Rooms(
+            settings=settings,
+            catalogue=self._catalogue,
+            keys=Keys(self._db, clock),
+            sessions=sessions_room,
+            runs=runs,
+            samplers=self._build_samplers(ledger, sessions_room, checkpoints_room, runs, clock),
+            checkpoints=checkpoints_room,
+            downloads=Downloads(storage, load_secret(data / "download.key"), clock),
+            ledger=ledger,
+            free=self._free,
+        )
+
+    def _build_samplers(
+        self,
+        ledger: Ledger,
+        sessions_room: Sessions,
+        checkpoints_room: Checkpoints,
+        runs: Runs,
+        clock: Callable[[], float],
+    ) -> Samplers:
+        engines: Mapping[str, SupervisedBackend] = self._backends
+        return Samplers(
+            ledger=ledger,
+            sessions=sessions_room,
+            checkpoints=checkpoints_room,
+            catalogue=self._catalogue,
+            runs=runs.registry,
+            engines=engines,
+            max_waiting=self._settings.max_waiting_samples,
+            clock=clock,
+        )
+
+    def _free(self, run: Run) -> None:
+        self._dispatchers[run.base_model].release([run.id])
+
+    async def _remove_orphans(self) -> None:
+        """Folders that a crash left before any row named them."""
+
+        async def folders(db: AsyncSession) -> set[str]:
+            keep = await checkpoint_queries.folders(db) | await sampler_queries.folders(db)
+            for run in await run_queries.with_snapshots(db):
+                keep |= {run.snapshot_folder or "", run.inflight_folder or ""}
+            return keep
+
+        keep = await self._db.read(folders)
+        removed = self.rooms.checkpoints.storage.remove_all_but(keep)
+        if removed:
+            log.info("orphan_folders_removed", count=removed)
+
+
+def create_app(settings: Settings, on_ready: Callable[[], None] = lambda: None) -> FastAPI:
+    """The ASGI application; its lifespan starts and stops the service."""
+    settings.data.mkdir(parents=True, exist_ok=True)
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        try:
+            await service.start()
+        except (BackendError, StartRefused) as error:
+            app.state.failure = error
+            await service.stop()
+            raise
+        on_ready()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="Hearth", lifespan=lifespan)
+    app.state.rooms = service.rooms
+    app.state.failure = None
+    errors.install(app)
+    api = APIRouter(prefix="/api/v1")
+    for part in (client, sessions, training, sampling, futures, checkpoints):
+        api.include_router(part.router)
+    app.include_router(api)
+    return app
+
+
+def tokenizer_id(path: Path) -> str:
+    """The folder, spelled so that the SDK hands it to transformers whole: it cuts an id at its
+    first colon, and one with exactly two slashes after the second part."""
+    text = str(path.resolve())
+    return text.replace("/", "//", 1) if text.count("/") == 2 else text
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _limited(info: ModelInfo, most: int | None) -> ModelInfo:
+    if most is None or most >= info.max_context_length:
+        return info
+    return replace(info, max_context_length=most)
+
+
+def _worker(
+    settings: Settings, name: str, path: Path
+) -> Callable[[], Awaitable[SubprocessBackend]]:
+    logs = settings.data / "logs"
+
+    async def start() -> SubprocessBackend:
+        logs.mkdir(parents=True, exist_ok=True)
+        return await SubprocessBackend.start(
+            path,
+            dtype=settings.dtype,
+            threads=settings.threads or os.cpu_count() or 1,
+            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+            log_file=logs / f"worker-{name.replace('/', '--')}.log",
+        )
+
+    return start

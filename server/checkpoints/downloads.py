@@ -1,0 +1,65 @@
+"""Downloads by signed URL: whoever holds one may fetch that file until it expires, without a key.
+
+The signature is HMAC-SHA256 over folder, file and expiry, with a secret that never leaves the
+data folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlencode
+
+from server.checkpoints.storage import Storage
+from server.core.errors import NotFound
+from server.core.records import Checkpoint
+
+LIFETIME_S = 3600
+_HIDDEN = {"hearth.json"}
+
+
+class Downloads:
+    def __init__(self, storage: Storage, secret: bytes, clock: Callable[[], float]) -> None:
+        self._storage = storage
+        self._secret = secret
+        self._clock = clock
+
+    def urls(self, checkpoint: Checkpoint, base_url: str) -> tuple[dict[str, str], float]:
+        """A URL for each file of a checkpoint, and when they all expire."""
+        expires = int(self._clock()) + LIFETIME_S
+        names = self._storage.files(checkpoint.folder)
+        return {
+            name: self._url(base_url, checkpoint.folder, name, expires)
+            for name in names
+            if name not in _HIDDEN
+        }, float(expires)
+
+    def open(self, folder: str, name: str, expires: int, signature: str) -> Path:
+        """The file behind a URL. Raises NotFound for a wrong or expired one."""
+        good = hmac.compare_digest(signature, self._sign(folder, name, expires))
+        if not good or expires < self._clock() or not self._storage.exists(folder):
+            raise NotFound("the download link is not valid, or has expired")
+        return Path(self._storage.path(folder)) / name
+
+    def _url(self, base_url: str, folder: str, name: str, expires: int) -> str:
+        query = urlencode({"expires": expires, "signature": self._sign(folder, name, expires)})
+        return f"{base_url}/api/v1/files/{folder}/{name}?{query}"
+
+    def _sign(self, folder: str, name: str, expires: int) -> str:
+        message = f"{folder}\n{name}\n{expires}".encode()
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
+
+
+def load_secret(path: Path) -> bytes:
+    """The signing secret, made on first use and readable by its owner alone."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        secret = secrets.token_bytes(32)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret)
+        return secret

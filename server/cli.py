@@ -1,0 +1,134 @@
+"""The `hearth` command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from server import serving
+from server.doctor import print_report
+from server.settings import Settings
+from server.store.database import Database, sqlite_url
+from server.store.migrate import migrate
+from server.tenancy.keys import Keys
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+keys_app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
+app.add_typer(keys_app, name="keys")
+
+Models = Annotated[
+    list[str],
+    typer.Option("--model", help="NAME=PATH of a base model; repeat it for several."),
+]
+Data = Annotated[Path | None, typer.Option(help="Folder for everything the server keeps.")]
+
+
+def main() -> None:
+    app()
+
+
+@app.command()
+def serve(
+    model: Models = [],  # noqa: B006 - typer reads the default, nothing writes it
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one.")] = None,
+    data: Data = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each worker.")] = None,
+) -> None:
+    """Serve base models to Tinker clients until Ctrl-C."""
+    settings = _settings(model, host=host, port=port, data=data, dtype=dtype, threads=threads)
+    if not settings.models:
+        raise typer.BadParameter("no base model: pass --model NAME=PATH, or set models in hearth.toml")
+    with contextlib.suppress(KeyboardInterrupt):
+        raise typer.Exit(serving.serve(settings))
+
+
+@app.command()
+def doctor(model: Models = [], data: Data = None) -> None:  # noqa: B006
+    """Print versions, devices, settings and where each came from, and what is missing."""
+    flags = _flags(model, data=data)
+    print_report(Settings(**flags), flags)
+
+
+@keys_app.command("create")
+def create_key(
+    name: str,
+    tenant: Annotated[str | None, typer.Option(help="Whose it is; by default its name.")] = None,
+    project: Annotated[str, typer.Option(help="Project of what it makes.")] = "default",
+    data: Data = None,
+) -> None:
+    """Make a key and print it; from the first key on, the server at this data folder needs one."""
+    key = _with_keys(data, lambda keys: keys.create(name, tenant or name, project))
+    typer.echo(key)
+
+
+@keys_app.command("revoke")
+def revoke_key(name: str, data: Data = None) -> None:
+    """End every key of that name."""
+    count = _with_keys(data, lambda keys: keys.revoke(name))
+    typer.echo(f"revoked {count} key{'' if count == 1 else 's'}")
+    if not count:
+        raise typer.Exit(1)
+
+
+@keys_app.command("list")
+def list_keys(data: Data = None) -> None:
+    """List the keys by name; the keys themselves are kept nowhere."""
+    table = Table("name", "tenant", "project", "state")
+    for name, tenant, project, _, revoked_at in _with_keys(data, lambda keys: keys.all()):
+        table.add_row(name, tenant, project, "valid" if revoked_at is None else "revoked")
+    Console().print(table)
+
+
+def _settings(model: list[str], **options: Any) -> Settings:
+    try:
+        return Settings(**_flags(model, **options))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _flags(model: list[str], **options: Any) -> dict[str, Any]:
+    """What was given on the command line, as settings."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if model:
+        given["models"] = dict(_named_path(text) for text in model)
+    return given
+
+
+def _named_path(text: str) -> tuple[str, Path]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise typer.BadParameter(f"--model {text!r} is not NAME=PATH")
+    folder = Path(path).expanduser().resolve()
+    if not (folder / "config.json").is_file():
+        raise typer.BadParameter(f"--model {name}: {folder} holds no config.json")
+    return name, folder
+
+
+def _with_keys(data: Path | None, work: Callable[[Keys], Awaitable[Any]]) -> Any:
+    settings = _settings([], data=data)
+    settings.data.mkdir(parents=True, exist_ok=True)
+
+    async def run() -> Any:
+        db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))
+        await migrate(db.engine)
+        db.start()
+        try:
+            return await work(Keys(db, time.time))
+        finally:
+            await db.stop()
+
+    return asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

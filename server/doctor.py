@@ -1,0 +1,93 @@
+"""`hearth doctor`: what is here, what was set and where, what is missing for which feature."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+from rich.console import Console
+from rich.table import Table
+
+from server.settings import TOML_FILE, Settings
+
+FEATURES = {
+    "embedded training and sampling": ("torch", "transformers", "peft", "safetensors"),
+    "the quickstart and the examples": ("tinker", "matplotlib", "gguf"),
+    "PostgreSQL": ("psycopg",),
+    "vLLM engines": ("vllm",),
+    "Ray workers": ("ray",),
+    "Megatron trainers": ("megatron",),
+}
+VERSIONS = ("hearth", "fastapi", "sqlalchemy", "torch", "transformers", "peft", "tinker")
+
+
+def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
+    console = Console()
+    console.print(_versions())
+    console.print(_machine(settings))
+    console.print(_settings(settings, flags))
+    console.print(_features())
+
+
+def sources(settings: Settings, flags: Mapping[str, Any]) -> dict[str, str]:
+    """For each setting, where its value came from: the first of flag, environment, file."""
+    environment = EnvSettingsSource(Settings)()
+    file = TomlConfigSettingsSource(Settings)()
+    found = {}
+    for name in type(settings).model_fields:
+        if name in flags:
+            found[name] = "command line"
+        elif name in environment:
+            found[name] = f"HEARTH_{name.upper()}"
+        elif name in file:
+            found[name] = TOML_FILE
+        else:
+            found[name] = "default"
+    return found
+
+
+def _versions() -> Table:
+    table = Table("package", "version", title="Versions")
+    table.add_row("python", platform.python_version())
+    for name in VERSIONS:
+        table.add_row(name, _version(name) or "not installed")
+    return table
+
+
+def _machine(settings: Settings) -> Table:
+    table = Table("device", "size", title="Machine")
+    table.add_row("CPU", f"{os.cpu_count()} cores, {platform.machine()}")
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    table.add_row("memory", f"{pages * page / 2**30:.1f} GiB")
+    folder = settings.data if settings.data.exists() else settings.data.absolute().parent
+    table.add_row("disk, free", f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB at {folder}")
+    table.add_row("GPU", "NVIDIA driver found" if shutil.which("nvidia-smi") else "none found")
+    return table
+
+
+def _settings(settings: Settings, flags: Mapping[str, Any]) -> Table:
+    table = Table("setting", "value", "from", title="Settings")
+    for name, source in sources(settings, flags).items():
+        table.add_row(name, str(getattr(settings, name)), source)
+    return table
+
+
+def _features() -> Table:
+    table = Table("feature", "missing", title="Features")
+    for feature, packages in FEATURES.items():
+        missing = [name for name in packages if importlib.util.find_spec(name) is None]
+        table.add_row(feature, ", ".join(missing) or "nothing")
+    return table
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

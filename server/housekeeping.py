@@ -1,0 +1,39 @@
+"""What time does to things: checkpoints expire, sessions fall silent, results grow old."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from server.api.rooms import Rooms
+from server.store import journal
+
+log = structlog.get_logger()
+
+PERIOD_S = 30.0
+
+
+class Housekeeping:
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+
+    async def run(self) -> None:
+        """Until cancelled. A database or disk that is away now is tried again next time."""
+        while True:
+            try:
+                await self.sweep()
+            except (SQLAlchemyError, OSError) as error:
+                log.warning("housekeeping_failed", why=str(error))
+            await asyncio.sleep(PERIOD_S)
+
+    async def sweep(self) -> None:
+        rooms = self._rooms
+        if expired := await rooms.checkpoints.remove_expired():
+            log.info("checkpoints_expired", count=expired)
+        for session in await rooms.sessions.expire_silent(rooms.settings.session_timeout_s):
+            log.info("session_expired", session=session)
+            rooms.release(session)
+        finished_before = rooms.ledger.now() - rooms.settings.result_ttl_s
+        await rooms.ledger.db.write(lambda db: journal.expire_results(db, finished_before))

@@ -1,0 +1,302 @@
+"""Training runs: create them, and accept requests on them into the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from backends.contract import AdapterSpec, ForwardBackward
+from server.catalogue import Catalogue
+from server.checkpoints.service import Checkpoints
+from server.core.errors import BadInput
+from server.core.ids import RunId, SessionId, new_folder_name, request_id, run_id
+from server.core.limits import text_metadata
+from server.core.paths import parse_path
+from server.core.records import Checkpoint, LoraShape, Request, Run, Tenant
+from server.core.requests import Job, Kind, State
+from server.runs import queries, wire
+from server.runs.operations import Operation, decode, decode_body
+from server.runs.registry import LiveRun, Registry
+from server.runs.validation import check_adapter_spec, check_forward_backward
+from server.store import journal
+from server.store.database import AsyncSession
+from server.store.ledger import Ledger, Outcome
+from server.tenancy.sessions import Sessions
+from server.wire.training import ContentRefused, TrainingSubmission, decode_training
+
+JSON = "application/json"
+_LARGE_BODY_BYTES = 128 * 1024
+
+
+class Runs:
+    """`wake(base_model)` tells that model's dispatcher that there is something to do."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        catalogue: Catalogue,
+        lora_alpha: float,
+        clock: Callable[[], float],
+        wake: Callable[[str], None],
+    ) -> None:
+        self._ledger = ledger
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._catalogue = catalogue
+        self._lora_alpha = lora_alpha
+        self._clock = clock
+        self._wake = wake
+        self.registry = Registry(self._fetch)
+
+    async def create(self, tenant: Tenant, body: wire.CreateModel, payload: bytes) -> Request:
+        """A new run with a fresh adapter; retrying returns the first attempt's request."""
+        _check_optimizer(body.optimizer_config)
+        model = self._catalogue.get(body.base_model)
+        config = body.lora_config
+        lora = LoraShape(
+            rank=config.rank,
+            alpha=self._lora_alpha,
+            seed=secrets.randbits(31) if config.seed is None else config.seed % 2**63,
+            train_attn=config.train_attn,
+            train_mlp=config.train_mlp,
+            train_unembed=config.train_unembed,
+        )
+        check_adapter_spec(adapter_spec(lora), model.info)
+        return await self._start(tenant, body, model.name, lora, Kind.CREATE, payload)
+
+    async def create_from_checkpoint(
+        self, tenant: Tenant, body: wire.LoadWeights, payload: bytes
+    ) -> Request:
+        """A new run that starts where a checkpoint was saved, with that checkpoint's shape."""
+        _check_optimizer(body.optimizer_config)
+        decode_body(Kind.LOAD, payload, JSON)
+        source = await self._checkpoints.readable(tenant.id, parse_path(body.path))
+        if body.base_model is not None and body.base_model != source.base_model:
+            raise BadInput(
+                f"base_model is {body.base_model[:100]!r}; the checkpoint was trained on "
+                f"{source.base_model!r}"
+            )
+        self._catalogue.get(source.base_model)
+        return await self._start(tenant, body, source.base_model, source.lora, Kind.LOAD, payload)
+
+    async def submit(
+        self, tenant: Tenant, kind: Kind, body: bytes, envelope: wire.RunRequest
+    ) -> Request:
+        """Journal a request on a run and queue it.
+
+        Raises NotFound, Gone (the session is over), or BadInput; the seq_id of a refused request
+        is used up, so that nobody waits for it.
+        """
+        live = await self._open(tenant, envelope.model_id)
+        request = self._request(tenant, live.run, envelope.seq_id, kind, body, JSON)
+        try:
+            operation = decode_body(kind, body, JSON)
+        except BadInput as error:
+            await self._refuse(live, request, str(error))
+            raise
+        return await self._accept(live, request, operation)
+
+    async def submit_pass(self, tenant: Tenant, body: bytes, content_type: str) -> Request:
+        """A forward or forward_backward. Content that cannot be computed makes a failed future,
+        which is how the SDK tells its user about data; only an unreadable body is BadInput."""
+        try:
+            submission = await _decode_aside(body, content_type)
+        except ContentRefused as error:
+            live = await self._open(tenant, error.envelope.model_id)
+            seq, kind = error.envelope.seq_id, Kind.FORWARD_BACKWARD
+            request = self._request(tenant, live.run, seq, kind, body, content_type)
+            return await self._refuse(live, request, str(error))
+        live = await self._open(tenant, submission.model_id)
+        operation = submission.request
+        kind = Kind.FORWARD_BACKWARD if operation.backward else Kind.FORWARD
+        request = replace(
+            self._request(tenant, live.run, submission.seq_id, kind, body, content_type),
+            tokens=operation.num_tokens,
+        )
+        try:
+            check_forward_backward(operation, self._catalogue.get(live.run.base_model).info)
+        except BadInput as error:
+            return await self._refuse(live, request, str(error))
+        return await self._accept(live, request, operation)
+
+    async def of_session(self, session: SessionId) -> list[Run]:
+        return await self._ledger.db.read(lambda db: queries.of_session(db, session))
+
+    async def page(
+        self, tenant: Tenant, limit: int, offset: int, project: str | None
+    ) -> tuple[list[Run], int]:
+        return await self._ledger.db.read(
+            lambda db: queries.page(db, tenant.id, limit, offset, project)
+        )
+
+    async def add_holder(self, tenant: Tenant, source: Checkpoint, project: str) -> Run:
+        """A run that only holds copied checkpoints: they need a path of their owner's own."""
+        now = self._clock()
+        run = Run(
+            id=RunId(f"copy-{new_folder_name()}"),
+            session_id=None,
+            owner=tenant.id,
+            project=project,
+            base_model=source.base_model,
+            lora=source.lora,
+            user_metadata={},
+            created_at=now,
+            last_request_at=now,
+        )
+        return await self._ledger.db.write(lambda db: queries.add(db, run))
+
+    async def _open(self, tenant: Tenant, model_id: str) -> LiveRun:
+        """A run that may take requests. Raises NotFound, or Gone when its session is over."""
+        live = await self.registry.get(RunId(model_id), tenant.id)
+        if live.run.session_id is None:
+            raise BadInput(f"model_id {model_id!r} holds copied checkpoints; it cannot be trained")
+        await self._sessions.open(tenant, live.run.session_id)
+        return live
+
+    async def _refuse(self, live: LiveRun, request: Request, why: str) -> Request:
+        """Journal a request that will not run, with its error."""
+        failed = replace(
+            request,
+            payload=None,
+            state=State.FAILED,
+            finished_at=self._clock(),
+            error=why,
+            error_category="user",
+        )
+        stored, new = await self._ledger.submit(failed)
+        if new:
+            live.queue.refuse(request.seq)
+            self._wake(live.run.base_model)
+        return stored
+
+    async def resume(self, unfinished: list[Request]) -> None:
+        """After a restart: queue again what the last process had accepted."""
+        now = self._clock()
+        for request in unfinished:
+            if request.run_id is None:
+                continue
+            live = await self.registry.get(request.run_id, None)
+            try:
+                operation = decode(request)
+            except BadInput as error:
+                # Accepted by an older version whose rules differed.
+                outcome = Outcome(error=str(error), error_category="user")
+                await self._ledger.finish(request, outcome)
+                continue
+            live.push(_job(request), request, operation, now)
+            self._wake(live.run.base_model)
+
+    async def get(self, tenant: Tenant, run: RunId) -> Run:
+        return (await self.registry.get(run, tenant.id)).run
+
+    async def _start(
+        self,
+        tenant: Tenant,
+        body: wire.CreateModel | wire.LoadWeights,
+        base_model: str,
+        lora: LoraShape,
+        kind: Kind,
+        payload: bytes,
+    ) -> Request:
+        assert body.session_id is not None
+        assert body.model_seq_id is not None
+        session = await self._sessions.open(tenant, SessionId(body.session_id))
+        now = self._clock()
+        run = Run(
+            id=run_id(session.id, body.model_seq_id),
+            session_id=session.id,
+            owner=tenant.id,
+            project=session.project,
+            base_model=base_model,
+            lora=lora,
+            user_metadata=text_metadata(body.user_metadata),
+            created_at=now,
+            last_request_at=now,
+        )
+
+        async def add_run(db: AsyncSession) -> None:
+            await queries.add(db, run)
+
+        request = self._request(tenant, run, 0, kind, payload, JSON)
+        stored, new = await self._ledger.submit(request, also=add_run)
+        if new:
+            live = self.registry.add(run)
+            live.push(_job(stored), stored, decode(stored), now)
+            self._wake(base_model)
+        return stored
+
+    async def _accept(self, live: LiveRun, request: Request, operation: Operation) -> Request:
+        now = self._clock()
+        live.run = replace(live.run, last_request_at=now)
+
+        async def touch(db: AsyncSession) -> None:
+            await queries.change(db, live.run.id, last_request_at=now)
+
+        stored, new = await self._ledger.submit(request, also=touch)
+        if new:
+            live.push(_job(stored), stored, operation, now)
+            self._wake(live.run.base_model)
+        return stored
+
+    def _request(
+        self, tenant: Tenant, run: Run, seq: int, kind: Kind, body: bytes, content_type: str
+    ) -> Request:
+        return Request(
+            id=request_id(run.id, seq),
+            kind=kind,
+            owner=tenant.id,
+            seq=seq,
+            run_id=run.id,
+            payload=body,
+            payload_type=content_type,
+            created_at=self._clock(),
+        )
+
+    async def _fetch(self, run: RunId) -> tuple[Run, int] | None:
+        async def read(db: AsyncSession) -> tuple[Run, int] | None:
+            found = await queries.find(db, run)
+            return None if found is None else (found, await journal.last_seq(db, run))
+
+        return await self._ledger.db.read(read)
+
+
+def adapter_spec(lora: LoraShape) -> AdapterSpec:
+    return AdapterSpec(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        seed=lora.seed,
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
+    )
+
+
+async def _decode_aside(body: bytes, content_type: str) -> TrainingSubmission:
+    """Off the event loop when it is large: heartbeats and polls go on meanwhile."""
+    if len(body) < _LARGE_BODY_BYTES:
+        return decode_training(body, content_type)
+    return await asyncio.to_thread(decode_training, body, content_type)
+
+
+def _job(request: Request) -> Job:
+    assert request.run_id is not None
+    return Job(
+        request=request.id,
+        run=request.run_id,
+        tenant=request.owner,
+        seq=request.seq,
+        kind=request.kind,
+        tokens=request.tokens,
+    )
+
+
+def _check_optimizer(config: wire.OptimizerConfig) -> None:
+    if config.type != "adamw":
+        raise BadInput(f"optimizer_config.type is {config.type[:40]!r}; available: adamw")
+
+

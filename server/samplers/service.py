@@ -1,0 +1,249 @@
+"""Sampling sessions: what a client samples from, and its requests on their way to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import structlog
+
+from backends.contract import BackendError, Failure, SampleRequest, SampleResult, SamplingEngine
+from server.catalogue import Catalogue
+from server.checkpoints.service import Checkpoints
+from server.core.errors import BadInput, NotFound, QueueFull
+from server.core.ids import (
+    RequestId,
+    SamplingSessionId,
+    SessionId,
+    TenantId,
+    request_id,
+    sampling_session_id,
+)
+from server.core.paths import CheckpointKind, parse_path
+from server.core.records import Request, SamplerKind, SamplingSession, Tenant
+from server.core.requests import Kind
+from server.runs.registry import Registry
+from server.samplers import queries
+from server.samplers.validation import check_sample_request
+from server.store.ledger import Ledger, Outcome
+from server.tenancy.sessions import Sessions
+from server.wire.json_shapes import WireModel
+from server.wire.sample_results import encode_sample_result
+from server.wire.sampling import SampleBody, decode_sample, target_layout, to_sample_request
+
+log = structlog.get_logger()
+
+_ATTEMPTS = 3
+PROTOBUF = "application/x-protobuf"
+
+
+class CreateSamplingSession(WireModel):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A sample that is journaled."""
+
+    request: RequestId
+    num_samples: int
+
+
+class Samplers:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        catalogue: Catalogue,
+        runs: Registry,
+        engines: Mapping[str, SamplingEngine],
+        max_waiting: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._ledger = ledger
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._catalogue = catalogue
+        self._runs = runs
+        self._engines = engines
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._known: dict[SamplingSessionId, SamplingSession] = {}
+        self._running: dict[RequestId, asyncio.Task[None]] = {}
+        self._waiting: Counter[TenantId] = Counter()
+
+    async def create(self, tenant: Tenant, body: CreateSamplingSession) -> SamplingSession:
+        """A session on the base model or on a named sampler checkpoint."""
+        session = await self._sessions.open(tenant, SessionId(body.session_id))
+        sampler = SamplingSession(
+            id=sampling_session_id(session.id, body.sampling_session_seq_id),
+            session_id=session.id,
+            owner=tenant.id,
+            base_model=body.base_model or "",
+            kind=SamplerKind.BASE,
+            created_at=self._clock(),
+        )
+        if body.model_path is not None:
+            sampler = await self._on_checkpoint(tenant, sampler, body.model_path)
+        elif body.base_model is None:
+            raise BadInput("base_model and model_path are both missing; one is needed")
+        self._catalogue.get(sampler.base_model)
+        return await self._ledger.db.write(lambda db: queries.add(db, sampler))
+
+    async def get(self, tenant: Tenant, sampler: SamplingSessionId) -> SamplingSession:
+        """Raises NotFound for an unknown or foreign id."""
+        found = self._known.get(sampler)
+        if found is None:
+            found = await self._ledger.db.read(lambda db: queries.find(db, sampler))
+        if found is None or found.owner != tenant.id:
+            raise NotFound(f"sampling session {sampler[:200]!r} does not exist")
+        self._known[sampler] = found
+        return found
+
+    async def join(self, tenant: Tenant, sampler: SamplingSessionId) -> int:
+        """A number for one more copy of the client, unique in its sampling session."""
+        await self.get(tenant, sampler)
+        return await self._ledger.db.write(lambda db: queries.next_clone(db, sampler))
+
+    async def of_session(self, session: SessionId) -> list[SamplingSession]:
+        return await self._ledger.db.read(lambda db: queries.of_session(db, session))
+
+    async def submit(self, tenant: Tenant, payload: bytes) -> Accepted:
+        """Journal a sample and start it. Raises BadInput, NotFound, Gone, or QueueFull."""
+        body = decode_sample(payload)
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise BadInput("sampling_session_id and seq_id are needed")
+        sampler = await self.get(tenant, SamplingSessionId(body.sampling_session_id))
+        await self._sessions.open(tenant, sampler.session_id)
+        sample = await self._to_engine(sampler, body)
+        if self._waiting[tenant.id] >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} samples are waiting already; come back shortly")
+        request = Request(
+            id=RequestId(sample.request_id),
+            kind=Kind.SAMPLE,
+            owner=tenant.id,
+            seq=body.seq_id,
+            sampling_session_id=sampler.id,
+            payload=payload,
+            tokens=len(sample.prompt),
+            created_at=self._clock(),
+        )
+        stored, new = await self._ledger.submit(request)
+        if new:
+            self._start(sampler, stored, body, sample)
+        return Accepted(stored.id, body.num_samples)
+
+    async def resume(self, unfinished: list[Request]) -> None:
+        """After a restart: generate again what the last process had accepted."""
+        for request in unfinished:
+            if request.sampling_session_id is None or request.payload is None:
+                continue
+            body = decode_sample(request.payload)
+            sampler = await self._ledger.db.read(
+                lambda db, id_=request.sampling_session_id: queries.find(db, id_)
+            )
+            assert sampler is not None
+            self._start(sampler, request, body, await self._to_engine(sampler, body))
+
+    async def cancel(self, tenant: Tenant, request: RequestId) -> None:
+        """Stop generating; a request that is over, or no sample, is left alone."""
+        found = await self._ledger.retrieve(request, tenant.id, hold_s=0)
+        if request in self._running and found.sampling_session_id is not None:
+            sampler = await self.get(tenant, found.sampling_session_id)
+            await self._engines[sampler.base_model].cancel(request)
+
+    async def drain(self) -> None:
+        """Let what is generating stop; the next start does it again."""
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _on_checkpoint(
+        self, tenant: Tenant, sampler: SamplingSession, model_path: str
+    ) -> SamplingSession:
+        path = parse_path(model_path)
+        if path.kind is not CheckpointKind.SAMPLER:
+            raise BadInput(
+                f"model_path {model_path!r} is a {path.kind} checkpoint; sampling needs a "
+                f"{CheckpointKind.SAMPLER} checkpoint, as save_weights_for_sampler makes it"
+            )
+        checkpoint = await self._checkpoints.readable(tenant.id, path)
+        if sampler.base_model not in ("", checkpoint.base_model):
+            raise BadInput(
+                f"base_model is {sampler.base_model[:100]!r}; the checkpoint was trained on "
+                f"{checkpoint.base_model!r}"
+            )
+        return replace(
+            sampler,
+            kind=SamplerKind.CHECKPOINT,
+            base_model=checkpoint.base_model,
+            model_path=model_path,
+            run_id=checkpoint.run_id,
+            folder=checkpoint.folder,
+        )
+
+    async def _to_engine(self, sampler: SamplingSession, body: SampleBody) -> SampleRequest:
+        assert body.seq_id is not None
+        info = self._catalogue.get(sampler.base_model).info
+        folder = await self._folder(sampler)
+        sample = to_sample_request(
+            body,
+            request_id=request_id(sampler.id, body.seq_id),
+            adapter=None if folder is None else self._checkpoints.storage.path(folder),
+            cache_namespace=sampler.id if sampler.kind is SamplerKind.INFLIGHT else "",
+            info=info,
+        )
+        check_sample_request(sample, info)
+        return sample
+
+    async def _folder(self, sampler: SamplingSession) -> str | None:
+        """The adapter to sample from now: for an inflight session its run's newest."""
+        if sampler.kind is not SamplerKind.INFLIGHT:
+            return sampler.folder
+        assert sampler.run_id is not None
+        return (await self._runs.get(sampler.run_id, None)).run.inflight_folder
+
+    def _start(
+        self, sampler: SamplingSession, request: Request, body: SampleBody, sample: SampleRequest
+    ) -> None:
+        self._waiting[request.owner] += 1
+        task = asyncio.create_task(self._run(sampler, request, body, sample))
+        self._running[request.id] = task
+        task.add_done_callback(lambda _: self._ended(request))
+
+    def _ended(self, request: Request) -> None:
+        self._waiting[request.owner] -= 1
+        del self._running[request.id]
+
+    async def _run(
+        self, sampler: SamplingSession, request: Request, body: SampleBody, sample: SampleRequest
+    ) -> None:
+        outcome = await self._generate(self._engines[sampler.base_model], sample)
+        match outcome:
+            case SampleResult():
+                encoded = encode_sample_result(outcome, target_layout(body))
+                await self._ledger.finish(request, Outcome(result=encoded, result_type=PROTOBUF))
+            case Failure(message=message, category=category):
+                await self._ledger.finish(
+                    request, Outcome(error=message, error_category=category)
+                )
+
+    async def _generate(
+        self, engine: SamplingEngine, sample: SampleRequest
+    ) -> SampleResult | Failure:
+        """A sample survives the loss of its engine: it is asked again of the next one."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await engine.sample(sample)
+            except BackendError as error:
+                log.warning("sample_lost", request=sample.request_id, attempt=attempt, why=str(error))
+                last = str(error)
+        return Failure(message=f"the sampling engine failed {_ATTEMPTS} times: {last}",
+                       category="server")

@@ -1,0 +1,100 @@
+"""Every knob, in one tree: defaults here, then hearth.toml, then HEARTH_* variables, then flags.
+
+Nothing else in the service reads the environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+TOML_FILE = "hearth.toml"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="HEARTH_",
+        toml_file=TOML_FILE,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        frozen=True,
+    )
+
+    models: dict[str, Path] = Field(default_factory=dict)
+    """Public name (org/name) of each base model, and the folder that holds it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs API keys."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+
+    data: Path = Path("hearth-data")
+    """Folder for everything the server keeps: database, checkpoints, logs."""
+
+    database_url: str | None = None
+    """SQLAlchemy URL; the default is SQLite (WAL) in the data folder."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the frozen base model. Adapters and optimizer state are always float32."""
+
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of each worker; 0 takes every core."""
+
+    max_tokens_per_microbatch: int = Field(default=1024, ge=16)
+    """Tokens that go through the model at once: bounds memory, and how long sampling waits."""
+
+    tick_token_budget: int = Field(default=1024, ge=16)
+    """Tokens chosen for one pass, from all tenants together: bounds how long a newcomer waits."""
+
+    max_context_length: int | None = Field(default=None, ge=16)
+    """Longest sequence accepted, where the model itself would allow more."""
+
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """The update is alpha / rank * B A. 32 is what Tinker's authors use at every rank."""
+
+    long_poll_s: float = Field(default=20.0, gt=0, le=40)
+    """How long retrieve_future is held before it answers "try again"."""
+
+    gap_wait_s: float = Field(default=5.0, ge=0)
+    """How long a missing seq_id is waited for after the last request of its run arrived."""
+
+    snapshot_after_s: float = Field(default=30.0, gt=0)
+    """A run's state is saved once this much computing would have to be repeated after a crash."""
+
+    session_timeout_s: float = Field(default=3600.0, ge=60)
+    """A session without a heartbeat for this long is over."""
+
+    result_ttl_s: float = Field(default=86400.0, ge=600)
+    """How long results can be asked for again."""
+
+    drain_grace_s: float = Field(default=30.0, ge=0)
+    """On shutdown: how long running work may take to finish."""
+
+    max_body_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """Largest request body, before and after decompression."""
+
+    max_waiting_samples: int = Field(default=4096, ge=1)
+    """Samples one tenant may have waiting; more are told to come back (429)."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much the server logs."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)

@@ -1,0 +1,121 @@
+"""The journal: every request is here before it is acknowledged, every result before it is seen.
+
+`(run, seq)` and `(sampling session, seq)` are unique through the request's id, which is made of
+them: a re-sent submission finds the request that is there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Select, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from server.core.ids import CLONE_SIZE, RequestId, RunId, SamplingSessionId
+from server.core.records import Request
+from server.core.requests import State
+from server.store.rows import RequestRow, columns, value
+
+
+async def append(db: AsyncSession, request: Request) -> Request:
+    """Store a request, or return the one that has its id."""
+    if existing := await find(db, request.id):
+        return existing
+    await db.execute(insert(RequestRow).values(columns(request)))
+    return request
+
+
+async def find(db: AsyncSession, request: RequestId) -> Request | None:
+    row = await db.get(RequestRow, request)
+    return None if row is None else value(Request, row)
+
+
+async def finish(db: AsyncSession, request: Request) -> None:
+    """Store the outcome of a waiting request; one that is over stays as it is."""
+    await db.execute(
+        update(RequestRow)
+        .where(RequestRow.id == request.id, RequestRow.state == State.WAITING)
+        .values(
+            state=request.state,
+            finished_at=request.finished_at,
+            finished_no=request.finished_no,
+            result=request.result,
+            result_type=request.result_type,
+            error=request.error,
+            error_category=request.error_category,
+        )
+    )
+
+
+async def unfinished(db: AsyncSession) -> list[Request]:
+    """What a start of the server must carry on with, oldest first."""
+    query = select(RequestRow).where(RequestRow.state == State.WAITING)
+    return await _all(db, query.order_by(RequestRow.created_at, RequestRow.seq))
+
+
+async def replayable(db: AsyncSession, run: RunId, after: int) -> list[Request]:
+    """The finished requests that a run's snapshot does not include, in order."""
+    query = select(RequestRow).where(
+        RequestRow.run_id == run, RequestRow.seq > after, RequestRow.state == State.DONE
+    )
+    return await _all(db, query.order_by(RequestRow.seq))
+
+
+async def last_seq(db: AsyncSession, run: RunId) -> int:
+    """The highest seq of a run that is finished, or -1."""
+    query = select(func.max(RequestRow.seq)).where(
+        RequestRow.run_id == run, RequestRow.state != State.WAITING
+    )
+    found = await db.scalar(query)
+    return -1 if found is None else found
+
+
+async def prune_payloads(db: AsyncSession, run: RunId, through: int) -> None:
+    """A snapshot includes these requests: they will never be played again."""
+    await db.execute(
+        update(RequestRow)
+        .where(RequestRow.run_id == run, RequestRow.seq <= through)
+        .where(RequestRow.state != State.WAITING, RequestRow.payload.is_not(None))
+        .values(payload=None)
+    )
+
+
+async def expire_results(db: AsyncSession, finished_before: float) -> None:
+    """Drop results (and sampling payloads) that nobody will ask for any more."""
+    await db.execute(
+        update(RequestRow)
+        .where(RequestRow.finished_at < finished_before, RequestRow.result.is_not(None))
+        .values(result=None, result_type=None)
+    )
+
+
+async def completions(
+    db: AsyncSession, sampling_session: SamplingSessionId, clone: int, after: int, limit: int
+) -> list[tuple[RequestId, State, int, int]]:
+    """(request, state, result bytes, finished_no) of a client's samples, in finishing order."""
+    query: Select[Any] = (
+        select(
+            RequestRow.id,
+            RequestRow.state,
+            func.coalesce(func.length(RequestRow.result), 0),
+            RequestRow.finished_no,
+        )
+        .where(RequestRow.sampling_session_id == sampling_session)
+        .where(RequestRow.seq >= clone * CLONE_SIZE, RequestRow.seq < (clone + 1) * CLONE_SIZE)
+        .where(RequestRow.finished_no > after)
+        .order_by(RequestRow.finished_no)
+        .limit(limit)
+    )
+    rows: Sequence[Any] = (await db.execute(query)).all()
+    return [(RequestId(id_), State(state), size, number) for id_, state, size, number in rows]
+
+
+async def last_finished_no(db: AsyncSession) -> int:
+    return await db.scalar(select(func.max(RequestRow.finished_no))) or 0
+
+
+async def _all(db: AsyncSession, query: Select[tuple[RequestRow]]) -> list[Request]:
+    return [value(Request, row) for row in await db.scalars(query)]
+
+
