@@ -58,8 +58,8 @@ class Settings(BaseSettings):
     max_context_length: int | None = Field(default=None, ge=16)
     """Longest sequence accepted, where the model itself would allow more."""
 
-    lora_alpha: float = Field(default=32.0, gt=0)
-    """The update is alpha / rank * B A. 32 is what Tinker's authors use at every rank."""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """The update is alpha / rank * B A; unset, alpha is the rank (see backends/README.md)."""
 
     long_poll_s: float = Field(default=20.0, gt=0, le=40)
     """How long retrieve_future is held before it answers "try again"."""

@@ -149,10 +149,6 @@ def capacity_class(length: int) -> int:
     return max(_FINEST, 1 << (length - 1).bit_length())
 
 
-def num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def causal_mask(num_queries: int, past: int, like: Tensor) -> Tensor:
     """[n, past + n]: 0 where a query sees a key, -inf where the key comes later."""
     mask = like.new_full((num_queries, past + num_queries), float("-inf"))

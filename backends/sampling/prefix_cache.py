@@ -7,7 +7,8 @@ seen from another.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ class Entry:
     tokens: np.ndarray
     """int64[P]"""
     kv: PromptKV
+    code: bytes
+    """The tokens, so that bytes sort as tokens do."""
     pinned: bool = True
     published: bool = False
 
@@ -41,6 +44,9 @@ class PrefixCache:
     _used: int = 0
     _entries: OrderedDict[Entry, None] = field(default_factory=OrderedDict)
     """Published ones, the least recently used first."""
+    _sorted: dict[CacheKey, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    """The same by `code`: whatever shares the longest prefix with some tokens stands right before
+    or right after the place where they would be."""
 
     @property
     def free_tokens(self) -> int:
@@ -64,15 +70,17 @@ class PrefixCache:
 
     def open(self, key: CacheKey, tokens: np.ndarray) -> Entry:
         """A pinned entry still to be filled, in room that was reserved for it."""
-        return Entry(key, tokens, PromptKV(len(tokens)))
+        return Entry(key, tokens, PromptKV(len(tokens)), _code(tokens))
 
     def publish(self, entry: Entry) -> None:
-        """Its keys and values are complete; shorter ones that it contains are of no more use."""
-        for other in [o for o in self._entries if o.key == entry.key and not o.pinned]:
-            if common_prefix(other.tokens, entry.tokens) == len(other.tokens):
-                self._forget(other)
+        """Its keys and values are complete; a shorter one that it contains is of no more use."""
+        other, shared = self.longest(entry.key, entry.tokens, len(entry.tokens))
+        if other is not None and shared == len(other.tokens) and not other.pinned:
+            self._forget(other)
         entry.published = True
         self._entries[entry] = None
+        ordered = self._sorted[entry.key]
+        ordered.insert(_place(ordered, entry.code), entry)
 
     def unpin(self, entry: Entry) -> None:
         """Nobody works with it any more; one that was never completed is dropped."""
@@ -84,11 +92,12 @@ class PrefixCache:
         """The entry that shares the longest prefix with `tokens`, and its length, at most
         `limit`. A prefix too short to be worth a copy counts too: copying is always cheaper."""
         best, length = None, 0
-        for entry in self._entries:
-            if entry.key == key:
-                shared = min(common_prefix(entry.tokens, tokens), limit)
-                if shared > length:
-                    best, length = entry, shared
+        ordered = self._sorted.get(key, [])
+        place = _place(ordered, _code(tokens))
+        for entry in ordered[max(place - 1, 0) : place + 1]:
+            shared = min(common_prefix(entry.tokens, tokens), limit)
+            if shared > length:
+                best, length = entry, shared
         if best is not None:
             self._entries.move_to_end(best)
         return best, length
@@ -96,11 +105,24 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything, promises too."""
         self._entries.clear()
+        self._sorted.clear()
         self._used = 0
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry]
+        ordered = self._sorted[entry.key]
+        ordered.remove(entry)
+        if not ordered:
+            del self._sorted[entry.key]
         self._used -= len(entry.tokens)
+
+
+def _code(tokens: np.ndarray) -> bytes:
+    return tokens.astype(">u4").tobytes()
+
+
+def _place(ordered: list[Entry], code: bytes) -> int:
+    return bisect_left(ordered, code, key=lambda entry: entry.code)
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:

@@ -40,7 +40,7 @@ class Runs:
         sessions: Sessions,
         checkpoints: Checkpoints,
         catalogue: Catalogue,
-        lora_alpha: float,
+        lora_alpha: float | None,
         clock: Callable[[], float],
         wake: Callable[[str], None],
     ) -> None:
@@ -60,7 +60,7 @@ class Runs:
         config = body.lora_config
         lora = LoraShape(
             rank=config.rank,
-            alpha=self._lora_alpha,
+            alpha=self._lora_alpha or float(config.rank),
             seed=secrets.randbits(31) if config.seed is None else config.seed % 2**63,
             train_attn=config.train_attn,
             train_mlp=config.train_mlp,

