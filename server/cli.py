@@ -47,7 +47,9 @@ def serve(
     """Serve base models to Tinker clients until Ctrl-C."""
     settings = _settings(model, host=host, port=port, data=data, dtype=dtype, threads=threads)
     if not settings.models:
-        raise typer.BadParameter("no base model: pass --model NAME=PATH, or set models in hearth.toml")
+        raise typer.BadParameter(
+            "no base model: pass --model NAME=PATH, or set models in hearth.toml"
+        )
     with contextlib.suppress(KeyboardInterrupt):
         raise typer.Exit(serving.serve(settings))
 

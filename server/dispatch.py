@@ -101,7 +101,7 @@ class Dispatcher:
                 continue
             try:
                 await self.step(tick)
-            except Exception as error:  # noqa: BLE001 - logged, and told to those who wait
+            except Exception as error:
                 log.exception("tick_failed", jobs=[job.request for job in tick.jobs])
                 await self._fail(tick, f"{type(error).__name__}: {error}")
         await asyncio.gather(*self._recording)
@@ -312,4 +312,3 @@ class Dispatcher:
         live.run = replace(live.run, snapshot_seq=seq, snapshot_folder=folder)
         live.unsaved_s = 0.0
         storage.remove(previous)
-

@@ -11,6 +11,7 @@ from server.app import create_app
 from server.observability import configure_logs
 from server.settings import Settings
 
+
 class _Server(uvicorn.Server):
     """Tells the rooms of Ctrl-C at once, so that nobody's long-poll holds up the shutdown."""
 
@@ -57,4 +58,3 @@ def _run(settings: Settings) -> int:
         print(f"hearth: {failure}", file=sys.stderr)
         return 1
     return 0
-

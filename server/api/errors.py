@@ -35,8 +35,9 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("request_failed", path=request.url.path, exc_info=error)
-        return _answer(500, "internal error; the server's log has the details", "server",
-                       retry=False)
+        return _answer(
+            500, "internal error; the server's log has the details", "server", retry=False
+        )
 
 
 def _answer(status: int, detail: str, category: str, *, retry: bool) -> JSONResponse:

@@ -24,10 +24,9 @@ class Checkpoints:
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
         """What stands under a path now; an expired checkpoint does not."""
         found = await self._db.read(lambda db: queries.find(db, path))
-        expired = found is not None and found.expires_at is not None
-        if expired and found.expires_at <= self._clock():
-            return None
-        return found
+        if found is None or found.expires_at is None or found.expires_at > self._clock():
+            return found
+        return None
 
     async def readable(self, tenant: TenantId, path: CheckpointPath) -> Checkpoint:
         """A checkpoint that is the tenant's own or published. Raises NotFound."""
@@ -76,9 +75,7 @@ class Checkpoints:
     async def newest(self, run: RunId, kind: CheckpointKind) -> Checkpoint | None:
         return await self._db.read(lambda db: queries.newest(db, run, kind, self._clock()))
 
-    async def page(
-        self, tenant: TenantId, limit: int, offset: int
-    ) -> tuple[list[Checkpoint], int]:
+    async def page(self, tenant: TenantId, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
         now = self._clock()
         return await self._db.read(lambda db: queries.page(db, tenant, limit, offset, now))
 

@@ -159,9 +159,7 @@ class Execution:
     async def _publish(self, job: Job, live: LiveRun, publish: Publish) -> Executed:
         assert live.run.session_id is not None
         folder = self._checkpoints.storage.new()
-        await self._backend.save(
-            live.run.id, self._checkpoints.storage.path(folder), "adapter"
-        )
+        await self._backend.save(live.run.id, self._checkpoints.storage.path(folder), "adapter")
         inflight = publish.kind is SamplerKind.INFLIGHT
         sampler = SamplingSession(
             id=sampling_session_id(live.run.session_id, publish.sampling_session_seq_id),

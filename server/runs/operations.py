@@ -102,9 +102,7 @@ def _optim_step(body: wire.OptimStepBody) -> OptimStep:
     return step
 
 
-def _save(
-    kind: CheckpointKind, body: Any, *, overwrite: bool = False
-) -> SaveCheckpoint:
+def _save(kind: CheckpointKind, body: Any, *, overwrite: bool = False) -> SaveCheckpoint:
     return SaveCheckpoint(
         kind=kind,
         name=check_name(body.path),

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
-from backends.contract import AdapterSpec, ForwardBackward
+from backends.contract import AdapterSpec
 from server.catalogue import Catalogue
 from server.checkpoints.service import Checkpoints
 from server.core.errors import BadInput
@@ -298,5 +298,3 @@ def _job(request: Request) -> Job:
 def _check_optimizer(config: wire.OptimizerConfig) -> None:
     if config.type != "adamw":
         raise BadInput(f"optimizer_config.type is {config.type[:40]!r}; available: adamw")
-
-

@@ -231,19 +231,21 @@ class Samplers:
                 encoded = encode_sample_result(outcome, target_layout(body))
                 await self._ledger.finish(request, Outcome(result=encoded, result_type=PROTOBUF))
             case Failure(message=message, category=category):
-                await self._ledger.finish(
-                    request, Outcome(error=message, error_category=category)
-                )
+                await self._ledger.finish(request, Outcome(error=message, error_category=category))
 
     async def _generate(
         self, engine: SamplingEngine, sample: SampleRequest
     ) -> SampleResult | Failure:
         """A sample survives the loss of its engine: it is asked again of the next one."""
+        last = ""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await engine.sample(sample)
             except BackendError as error:
-                log.warning("sample_lost", request=sample.request_id, attempt=attempt, why=str(error))
+                log.warning(
+                    "sample_lost", request=sample.request_id, attempt=attempt, why=str(error)
+                )
                 last = str(error)
-        return Failure(message=f"the sampling engine failed {_ATTEMPTS} times: {last}",
-                       category="server")
+        return Failure(
+            message=f"the sampling engine failed {_ATTEMPTS} times: {last}", category="server"
+        )

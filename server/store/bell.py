@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -37,7 +37,7 @@ class Bell(Generic[Key]):
         self._rings: dict[Key, Ring] = {}
 
     @contextmanager
-    def listen(self, key: Key) -> Iterator[Ring]:
+    def listen(self, key: Key) -> Generator[Ring]:
         ring = self._rings.setdefault(key, Ring())
         ring.listeners += 1
         try:

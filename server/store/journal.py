@@ -94,7 +94,7 @@ async def completions(
     db: AsyncSession, sampling_session: SamplingSessionId, clone: int, after: int, limit: int
 ) -> list[tuple[RequestId, State, int, int]]:
     """(request, state, result bytes, finished_no) of a client's samples, in finishing order."""
-    query: Select[Any] = (
+    query = (
         select(
             RequestRow.id,
             RequestRow.state,
@@ -115,7 +115,5 @@ async def last_finished_no(db: AsyncSession) -> int:
     return await db.scalar(select(func.max(RequestRow.finished_no))) or 0
 
 
-async def _all(db: AsyncSession, query: Select[tuple[RequestRow]]) -> list[Request]:
+async def _all(db: AsyncSession, query: Select[RequestRow]) -> list[Request]:
     return [value(Request, row) for row in await db.scalars(query)]
-
-

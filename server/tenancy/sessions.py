@@ -46,9 +46,7 @@ class Sessions:
             created_at=now,
             last_heartbeat_at=now,
         )
-        stored = await self._db.write(
-            lambda db: queries.add_session(db, session, idempotency_key)
-        )
+        stored = await self._db.write(lambda db: queries.add_session(db, session, idempotency_key))
         self._known[stored.id] = stored
         return stored
 
@@ -74,9 +72,7 @@ class Sessions:
         """Raises Gone when the client has finished the session: the SDK then stops beating."""
         if (await self.get(tenant, session)).status is SessionStatus.FINISHED:
             raise Gone(f"session {session} was finished by its client")
-        await self._change(
-            session, last_heartbeat_at=self._clock(), status=SessionStatus.ACTIVE
-        )
+        await self._change(session, last_heartbeat_at=self._clock(), status=SessionStatus.ACTIVE)
 
     async def finish(
         self, tenant: Tenant, session: SessionId, reason: str, detail: str | None
@@ -100,9 +96,7 @@ class Sessions:
         return [session.id for session in silent]
 
     async def page(self, tenant: Tenant, limit: int, offset: int) -> list[Session]:
-        return await self._db.read(
-            lambda db: queries.page_sessions(db, tenant.id, limit, offset)
-        )
+        return await self._db.read(lambda db: queries.page_sessions(db, tenant.id, limit, offset))
 
     async def assign_project(self, tenant: Tenant, session: SessionId, project: str) -> None:
         await self.get(tenant, session)
@@ -122,4 +116,3 @@ class Sessions:
         changed = await self._db.write(work)
         if changed is not None:
             self._known[session] = changed
-
