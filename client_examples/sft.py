@@ -28,7 +28,7 @@ import tinker
 from matplotlib.figure import Figure
 
 DATA = Path(__file__).with_name("pirate.json")
-PIRATE_MARK = re.compile(r"\b(?:aye|be|me|ye|yer|\w+in'|'em|'twas)(?!\w)")
+PIRATE_MARK = re.compile(r"(?<!\w)(?:aye|be|me|ye|yer|\w+in'|'em|'twas)(?!\w)")
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 Tokenizer = Any

@@ -107,6 +107,7 @@ class Service:
             await backend.stop(grace_s=5.0)
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._db.stop()
 
     def _build_rooms(self, clock: Callable[[], float]) -> Rooms:
@@ -172,7 +173,9 @@ class Service:
         )
 
     def _free(self, run: Run) -> None:
-        self._dispatchers[run.base_model].release([run.id])
+        # A run of a model that is not served any more has nothing to free.
+        if dispatcher := self._dispatchers.get(run.base_model):
+            dispatcher.release([run.id])
 
     async def _remove_orphans(self) -> None:
         """Folders that a crash left before any row named them."""

@@ -28,6 +28,9 @@ class Catalogue:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
+
     def get(self, name: str) -> ServedModel:
         """Raises BadInput that names what there is."""
         if found := self._models.get(name):

@@ -57,8 +57,7 @@ def serve(
 @app.command()
 def doctor(model: Models = [], data: Data = None) -> None:  # noqa: B006
     """Print versions, devices, settings and where each came from, and what is missing."""
-    flags = _flags(model, data=data)
-    print_report(Settings(**flags), flags)
+    print_report(_settings(model, data=data), _flags(model, data=data))
 
 
 @keys_app.command("create")

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
-from backends.contract import BackendError, ForwardBackward, OptimStep, TrainingBackend
+from backends.contract import BackendError, Failure, ForwardBackward, OptimStep, TrainingBackend
 from server.checkpoints.service import Checkpoints
 from server.core.fairness import VirtualCounters
 from server.core.ids import RunId, TenantId
-from server.core.requests import Kind
+from server.core.records import Request
+from server.core.requests import REPLAYED_KINDS, Kind
 from server.core.schedule import Served, Tick, next_tick
 from server.runs import queries
 from server.runs.execution import Executed, Execution
@@ -34,6 +36,8 @@ log = structlog.get_logger()
 
 _ATTEMPTS = 2
 """A request whose backend died this often is what kills it."""
+_PAUSE_S = 0.1
+"""After an error that no job is to blame for."""
 
 
 class Restartable(TrainingBackend, Protocol):
@@ -51,6 +55,21 @@ class DispatchSettings:
     token_budget: int
     gap_wait_s: float
     snapshot_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run's state in a folder, which no row names yet."""
+
+    run: RunId
+    folder: str
+    seq: int
+    """The state includes every request up to this one that has run."""
+
+    async def put(self, db: AsyncSession) -> None:
+        """From this commit on, a restore starts here."""
+        await queries.change(db, self.run, snapshot_seq=self.seq, snapshot_folder=self.folder)
+        await journal.prune_payloads(db, self.run, self.seq)
 
 
 class Dispatcher:
@@ -94,8 +113,13 @@ class Dispatcher:
         """Until stopped. The supervision loop: whatever a tick raises fails that tick alone."""
         while not self._stopping:
             self._work.clear()
-            await self._put_away()
-            tick = self._choose()
+            try:
+                await self._put_away()
+                tick = self.choose()
+            except Exception:
+                log.exception("choosing_failed", model=self._base_model)
+                await asyncio.sleep(_PAUSE_S)
+                continue
             if tick is None:
                 await self._idle()
                 continue
@@ -104,24 +128,37 @@ class Dispatcher:
             except Exception as error:
                 log.exception("tick_failed", jobs=[job.request for job in tick.jobs])
                 await self._fail(tick, f"{type(error).__name__}: {error}")
-        await asyncio.gather(*self._recording)
+        await self._recorded()
         await self._snapshot_all()
 
     async def step(self, tick: Tick) -> None:
         """Run one batch of jobs and record what came of them."""
-        lives = [self._registry.known(job.run) for job in tick.jobs]
         started = time.perf_counter()
         try:
-            for live in lives:
-                await self._bring(live, tick)
-            executed = await self._execution.run(tick)
+            executed = await self._execute(tick)
+            self._account(tick, time.perf_counter() - started)
+            snapshots = await self._unrepeatable(executed)
         except BackendError as error:
             await self._retry(tick, str(error))
             return
-        self._account(tick, time.perf_counter() - started)
-        await self._record(executed)
+        await self._record(executed, snapshots)
+        await self._snapshot_due(executed)
 
-    def _choose(self) -> Tick | None:
+    async def _execute(self, tick: Tick) -> list[Executed]:
+        lives = [self._registry.known(job.run) for job in tick.jobs]
+        for live in lives:
+            await self._bring(live, tick)
+        generation = self._backend.generation
+        if any(live.resident_in != generation for live in lives):
+            raise BackendError("it was started again while runs were brought to it")
+        executed = await self._execution.run(tick)
+        if self._backend.generation != generation:
+            # A sample may have started it again: an outcome can be that of one without the runs.
+            raise BackendError("it was started again during the call")
+        return executed
+
+    def choose(self) -> Tick | None:
+        """Take the jobs that run next off their queues; None when nothing is ready."""
         now = self._clock()
         ready = {
             live.run.id: list(live.queue.ready(now, self._settings.gap_wait_s))
@@ -164,12 +201,15 @@ class Dispatcher:
         for run in [r for r in self._released if self._registry.idle(r)]:
             self._released.discard(run)
             live = self._registry.known(run)
+            self._served.runs.forget(run)
             if live.resident_in != self._backend.generation:
                 continue
-            await asyncio.gather(*self._recording)
-            if live.unsaved_s > 0:
-                await self._snapshot(live)
-            await self._backend.unload(run)
+            try:
+                if live.unsaved_s > 0:
+                    await self._snapshot(live)
+                await self._backend.unload(run)
+            except BackendError as error:
+                log.warning("put_away_failed", run=run, why=str(error))
             live.resident_in = None
 
     def _mine(self) -> list[LiveRun]:
@@ -193,8 +233,8 @@ class Dispatcher:
             live.restoring = False
 
     async def _restore(self, live: LiveRun) -> None:
-        run = live.run
-        await asyncio.gather(*self._recording)
+        await self._recorded()
+        run, started = live.run, time.perf_counter()
         if run.snapshot_folder is not None:
             folder = self._checkpoints.storage.path(run.snapshot_folder)
             await self._backend.load(run.id, folder, "snapshot")
@@ -204,14 +244,19 @@ class Dispatcher:
         requests = await self._ledger.db.read(lambda db: journal.replayable(db, run.id, after))
         log.info("run_restored", run=run.id, snapshot_seq=run.snapshot_seq, replayed=len(requests))
         for request in requests:
-            if request.kind is Kind.FORWARD_BACKWARD:
-                operation = decode(request)
-                assert isinstance(operation, ForwardBackward)
-                await self._backend.forward_backward([operation])
-            elif request.kind is Kind.OPTIM_STEP:
-                operation = decode(request)
-                assert isinstance(operation, OptimStep)
-                await self._backend.optim_step([operation])
+            await self._replay(request)
+        if requests:  # the next crash would repeat it again
+            live.unsaved_s += time.perf_counter() - started
+
+    async def _replay(self, request: Request) -> None:
+        operation = decode(request)
+        if isinstance(operation, ForwardBackward):
+            [result] = await self._backend.forward_backward([operation])
+        else:
+            assert isinstance(operation, OptimStep)
+            [result] = await self._backend.optim_step([operation])
+        if isinstance(result, Failure):  # it was done before: going on would be with other weights
+            raise BackendError(f"request {request.id} cannot be repeated: {result.message}")
 
     async def _retry(self, tick: Tick, why: str) -> None:
         """A backend that died is started again; one that refused a call fails its jobs."""
@@ -240,75 +285,130 @@ class Dispatcher:
 
     # ------------------------------------------------------------ recording
 
-    async def _record(self, executed: list[Executed]) -> None:
-        """Commit while the next tick computes; a state that no replay leads to, at once."""
+    async def _record(
+        self, executed: Sequence[Executed], snapshots: Mapping[RunId, Snapshot] | None = None
+    ) -> None:
+        """Commit while the next tick computes, unless that must see it."""
+        snapshots = snapshots or {}
         for one in executed:
-            await self._settle(one)
-        task = asyncio.create_task(self._commit(executed))
-        self._recording.add(task)
-        task.add_done_callback(self._recording.discard)
-        if any(one.after is not None for one in executed):
-            await task
-        await self._snapshot_due(executed)
+            live = self._registry.known(one.job.run)
+            live.pending.pop(one.job.request)
+            live.executed_seq = max(live.executed_seq, one.job.seq)
+            self._attempts.pop(one.job.request, None)
+        if snapshots:  # they include what is being recorded
+            await self._recorded()
+        tasks = [
+            asyncio.create_task(self._commit(ones, snapshots.get(run)))
+            for run, ones in _by_run(executed).items()
+        ]
+        for task in tasks:
+            self._recording.add(task)
+            task.add_done_callback(self._recording.discard)
+        if snapshots or any(one.after is not None for one in executed):
+            await asyncio.gather(*tasks)
 
-    async def _settle(self, one: Executed) -> None:
-        """The job is no longer pending, and its effect, if any, is in the tensors."""
-        live = self._registry.known(one.job.run)
-        live.pending.pop(one.job.request)
-        self._attempts.pop(one.job.request, None)
-        late = one.job.seq < live.executed_seq and one.job.kind is not Kind.FORWARD
-        live.executed_seq = max(live.executed_seq, one.job.seq)
-        if one.outcome.error is None and (one.replaces_state or late):
-            await asyncio.gather(*self._recording)
-            await self._snapshot(live)
+    async def _recorded(self) -> None:
+        """Until what was executed is on disk."""
+        if self._recording:
+            await asyncio.wait(self._recording)
 
-    async def _commit(self, executed: list[Executed]) -> None:
-        await asyncio.gather(*(self._commit_one(one) for one in executed))
+    async def _commit(self, executed: Sequence[Executed], snapshot: Snapshot | None) -> None:
+        """Outcomes of one run, with all that must become visible with them."""
 
-    async def _commit_one(self, one: Executed) -> None:
-        request = self._ledger.waiting(one.job.request)
-        await self._ledger.finish(request, one.outcome, one.also)
-        if one.after is not None:
-            one.after()
+        async def also(db: AsyncSession) -> None:
+            for one in executed:
+                if one.also is not None:
+                    await one.also(db)
+            if snapshot is not None:
+                await snapshot.put(db)
+
+        requests = [self._ledger.waiting(one.job.request) for one in executed]
+        outcomes = [one.outcome for one in executed]
+        try:
+            await self._ledger.finish_all(list(zip(requests, outcomes, strict=True)), also)
+        except SQLAlchemyError as error:
+            log.exception("outcomes_refused", requests=[request.id for request in requests])
+            self._registry.known(executed[0].job.run).resident_in = None
+            why = f"its outcome could not be stored: {type(error).__name__}"
+            failed = Outcome(error=why, error_category="server")
+            await self._ledger.finish_all([(request, failed) for request in requests])
+            return
+        if snapshot is not None:
+            self._adopt(snapshot)
+        for one in executed:
+            if one.after is not None:
+                one.after()
 
     def _account(self, tick: Tick, seconds: float) -> None:
         total = sum(job.tokens for job in tick.jobs) or len(tick.jobs)
         for job in tick.jobs:
-            if job.kind in {Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP}:
+            if job.kind in REPLAYED_KINDS:
                 share = (job.tokens or 1) / total
                 self._registry.known(job.run).unsaved_s += seconds * share
         log.debug("tick", kind=tick.kind, jobs=len(tick.jobs), tokens=total, seconds=seconds)
 
     # ------------------------------------------------------------ snapshots
 
-    async def _snapshot_due(self, executed: list[Executed]) -> None:
-        for run in {one.job.run for one in executed}:
+    async def _unrepeatable(self, executed: Sequence[Executed]) -> dict[RunId, Snapshot]:
+        """Snapshots of the runs whose state no replay leads to, to be committed with the
+        outcomes: a load, and a number that came after others had run without it."""
+        snapshots = {}
+        for run, ones in _by_run(executed).items():
+            live = self._registry.known(run)
+            if any(_replaces(one, live) for one in ones):
+                seq = max(live.executed_seq, *(one.job.seq for one in ones))
+                snapshots[run] = await self._save(live, seq)
+        return snapshots
+
+    async def _snapshot_due(self, executed: Sequence[Executed]) -> None:
+        for run in _by_run(executed):
             live = self._registry.known(run)
             if live.unsaved_s >= self._settings.snapshot_after_s:
-                await asyncio.gather(*self._recording)
-                await self._snapshot(live)
+                await self._try_snapshot(live)
 
     async def _snapshot_all(self) -> None:
         """On the way out, so that the next start has nothing to repeat."""
         for live in self._mine():
             if live.unsaved_s > 0 and live.resident_in == self._backend.generation:
-                try:
-                    await self._snapshot(live)
-                except BackendError as error:
-                    log.warning("snapshot_failed", run=live.run.id, why=str(error))
+                await self._try_snapshot(live)
+
+    async def _try_snapshot(self, live: LiveRun) -> None:
+        """Without one the journal still leads to the run's state."""
+        try:
+            await self._snapshot(live)
+        except (BackendError, SQLAlchemyError, OSError) as error:
+            log.warning("snapshot_failed", run=live.run.id, why=str(error))
 
     async def _snapshot(self, live: LiveRun) -> None:
         """Save the run's state and make it the one that a restore starts from."""
+        await self._recorded()
+        snapshot = await self._save(live, live.executed_seq)
+        await self._ledger.db.write(snapshot.put)
+        self._adopt(snapshot)
+
+    async def _save(self, live: LiveRun, seq: int) -> Snapshot:
         storage = self._checkpoints.storage
-        folder, seq = storage.new(), live.executed_seq
-        await self._backend.save(live.run.id, storage.path(folder), "snapshot")
+        snapshot = Snapshot(live.run.id, storage.new(), seq)
+        await self._backend.save(live.run.id, storage.path(snapshot.folder), "snapshot")
+        return snapshot
+
+    def _adopt(self, snapshot: Snapshot) -> None:
+        """It is committed: the one before it can go."""
+        live = self._registry.known(snapshot.run)
         previous = live.run.snapshot_folder
-
-        async def work(db: AsyncSession) -> None:
-            await queries.change(db, live.run.id, snapshot_seq=seq, snapshot_folder=folder)
-            await journal.prune_payloads(db, live.run.id, seq)
-
-        await self._ledger.db.write(work)
-        live.run = replace(live.run, snapshot_seq=seq, snapshot_folder=folder)
+        live.run = replace(live.run, snapshot_seq=snapshot.seq, snapshot_folder=snapshot.folder)
         live.unsaved_s = 0.0
-        storage.remove(previous)
+        self._checkpoints.retire(previous)
+
+
+def _by_run(executed: Sequence[Executed]) -> dict[RunId, list[Executed]]:
+    """In the order they were executed in."""
+    by_run: dict[RunId, list[Executed]] = {}
+    for one in executed:
+        by_run.setdefault(one.job.run, []).append(one)
+    return by_run
+
+
+def _replaces(one: Executed, live: LiveRun) -> bool:
+    late = one.job.kind in REPLAYED_KINDS and one.job.seq < live.executed_seq
+    return one.outcome.error is None and (one.replaces_state or late)

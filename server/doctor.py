@@ -13,6 +13,7 @@ from typing import Any
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 from rich.console import Console
 from rich.table import Table
+from sqlalchemy import make_url
 
 from server.settings import TOML_FILE, Settings
 
@@ -52,6 +53,13 @@ def sources(settings: Settings, flags: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def shown(name: str, value: object) -> str:
+    """A setting as text, for a report that people paste where others read it."""
+    if name == "database_url" and value is not None:
+        return make_url(str(value)).render_as_string(hide_password=True)
+    return str(value)
+
+
 def _versions() -> Table:
     table = Table("package", "version", title="Versions")
     table.add_row("python", platform.python_version())
@@ -74,7 +82,7 @@ def _machine(settings: Settings) -> Table:
 def _settings(settings: Settings, flags: Mapping[str, Any]) -> Table:
     table = Table("setting", "value", "from", title="Settings")
     for name, source in sources(settings, flags).items():
-        table.add_row(name, str(getattr(settings, name)), source)
+        table.add_row(name, shown(name, getattr(settings, name)), source)
     return table
 
 

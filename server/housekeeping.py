@@ -18,6 +18,7 @@ PERIOD_S = 30.0
 class Housekeeping:
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
+        self._results_expired_to = 0.0
 
     async def run(self) -> None:
         """Until cancelled. A database or disk that is away now is tried again next time."""
@@ -35,5 +36,9 @@ class Housekeeping:
         for session in await rooms.sessions.expire_silent(rooms.settings.session_timeout_s):
             log.info("session_expired", session=session)
             rooms.release(session)
-        finished_before = rooms.ledger.now() - rooms.settings.result_ttl_s
-        await rooms.ledger.db.write(lambda db: journal.expire_results(db, finished_before))
+        await rooms.checkpoints.remove_retired(rooms.samplers.adapters_in_use())
+        since, before = self._results_expired_to, rooms.ledger.now() - rooms.settings.result_ttl_s
+        await rooms.ledger.db.write(lambda db: journal.expire_results(db, since, before))
+        self._results_expired_to = before
+        # `hearth keys create` runs in a process of its own: from the first key on, one is needed.
+        await rooms.keys.start()

@@ -21,7 +21,9 @@ def configure_logs(level: str, file: Path) -> None:
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
     )
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(_formatter(shared, structlog.dev.ConsoleRenderer(colors=False)))

@@ -21,6 +21,7 @@ class RunningServer:
         self.data = data
         self.models = models
         self.settings = settings or {}
+        self.keys: dict[str, str] = {}
         self.url = ""
         self._port = 0
         self._process: subprocess.Popen[str] | None = None
@@ -50,6 +51,15 @@ class RunningServer:
             )
         self.url = self._wait_ready(written)
         self._port = int(self.url.rsplit(":", 1)[1])
+
+    def create_key(self, tenant: str) -> str:
+        """A new API key, also kept in `keys`."""
+        arguments = ["-m", "server.cli", "keys", "create", tenant, "--data", str(self.data)]
+        made = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, check=True
+        )
+        self.keys[tenant] = made.stdout.strip()
+        return self.keys[tenant]
 
     def interrupt(self, timeout_s: float = 60) -> int:
         """Ctrl-C; returns the exit status."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backends.lora.adapter import UNEMBED, LoRAPair
@@ -62,7 +61,8 @@ def logits_rows(hidden: Tensor, weight: Tensor, segments: Sequence[Segment]) -> 
     """Whole float32[M, V] logits of a few rows hidden[M, E]; `segments` count rows of `hidden`."""
     bounds, pairs = _head_segments(segments)
     parts = [(index, slice(s.start, s.end)) for index, s in enumerate(bounds)]
-    logits, _ = _logits(hidden, weight, parts, bounds, pairs)
+    logits = hidden.new_empty(len(hidden), len(weight))
+    _logits(hidden, weight, parts, bounds, pairs, logits)
     return logits.float()
 
 
@@ -100,16 +100,39 @@ def _logits(
     parts: Sequence[tuple[int, slice]],
     bounds: Sequence[_HeadSegment],
     pairs: Sequence[LoRAPair],
-) -> tuple[Tensor, list[Tensor]]:
-    """Logits [C, V] of hidden[C, E] in the model's dtype, and A h [., R] of each part."""
-    logits = F.linear(hidden, weight)
+    out: Tensor,
+) -> list[Tensor]:
+    """Write the logits of hidden[C, E] into out[C, V]; gives back A h [., R] of each part."""
+    torch.mm(hidden, weight.t(), out=out)
     lows = []
     for index, rows in parts:
         a, b = pairs[index]
         low = hidden[rows] @ a.t().to(hidden.dtype)
-        logits[rows].addmm_(low, b.t().to(hidden.dtype), alpha=bounds[index].scale)
+        out[rows].addmm_(low, b.t().to(hidden.dtype), alpha=bounds[index].scale)
         lows.append(low)
-    return logits, lows
+    return lows
+
+
+class _Scratch:
+    """The one place for the logits of a chunk, used again for each: in the model's dtype, and in
+    float32 (the same memory if that is the model's). New arrays would pile up between the
+    allocator's holes, and cost a page fault every 4 KiB."""
+
+    def __init__(self, num_rows: int, weight: Tensor) -> None:
+        shape = (num_rows, len(weight))
+        self.low = weight.new_empty(shape)
+        same = weight.dtype == torch.float32
+        self.full = self.low if same else weight.new_empty(shape, dtype=torch.float32)
+
+    def to_float32(self, num_rows: int) -> Tensor:
+        return self._moved(self.low, self.full, num_rows)
+
+    def to_model_dtype(self, num_rows: int) -> Tensor:
+        return self._moved(self.full, self.low, num_rows)
+
+    @staticmethod
+    def _moved(source: Tensor, target: Tensor, num_rows: int) -> Tensor:
+        return target[:num_rows] if source is target else target[:num_rows].copy_(source[:num_rows])
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -126,10 +149,13 @@ class _TargetLogprobs(torch.autograd.Function):
         *matrices: Tensor,
     ) -> Tensor:
         pairs = _pairs(matrices)
+        scratch = _Scratch(min(chunk, len(hidden)), weight)
         out = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         normalizer = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
         for rows, parts in _chunks([b[:2] for b in bounds], len(hidden), chunk):
-            logits = _logits(hidden[rows], weight, parts, bounds, pairs)[0].float()
+            h = hidden[rows]
+            _logits(h, weight, parts, bounds, pairs, scratch.low[: len(h)])
+            logits = scratch.to_float32(len(h))
             at_targets = logits.gather(1, targets[rows])
             normalizer[rows] = _logsumexp_(logits)
             out[rows] = at_targets - normalizer[rows]
@@ -144,23 +170,33 @@ class _TargetLogprobs(torch.autograd.Function):
         needed = grads[0].ne(0).any(dim=1).nonzero()[:, 0]
         bounds = _bounds_among(needed, ctx.bounds)
         grad_hidden = torch.zeros_like(hidden)
+        pairs = _pairs(matrices)
         grad_pairs = _pairs([torch.zeros_like(matrix) for matrix in matrices])
+        scratch = _Scratch(min(ctx.chunk, len(needed)), weight)
         for chunk, parts in _chunks(bounds, len(needed), ctx.chunk):
             rows = needed[chunk]
             h = hidden[rows]
-            logits, lows = _logits(h, weight, parts, ctx.bounds, _pairs(matrices))
-            g = _grad_logits(logits.float(), normalizer[rows], targets[rows], grads[0][rows])
-            del logits  # in bfloat16 it is a second array beside g
-            g = g.to(h.dtype)
+            lows = _logits(h, weight, parts, ctx.bounds, pairs, scratch.low[: len(h)])
+            logits = scratch.to_float32(len(h))
+            _to_grad_(logits, normalizer[rows], targets[rows], grads[0][rows])
+            g = scratch.to_model_dtype(len(h))
             gh = g @ weight
             for (index, part), low in zip(parts, lows, strict=True):
-                scale = ctx.bounds[index].scale
-                grad_low = (g[part] @ matrices[2 * index + 1].to(g.dtype)).mul_(scale)
-                grad_pairs[index].a.add_(grad_low.t() @ h[part])
-                grad_pairs[index].b.add_(g[part].t() @ low, alpha=scale)
-                gh[part].addmm_(grad_low, matrices[2 * index].to(g.dtype))
+                pair, scale = pairs[index], ctx.bounds[index].scale
+                grad_low = (g[part] @ pair.b.to(g.dtype)).mul_(scale)
+                _accumulate(grad_pairs[index].a, grad_low.t(), h[part])
+                _accumulate(grad_pairs[index].b, g[part].t(), low.mul_(scale))
+                gh[part].addmm_(grad_low, pair.a.to(g.dtype))
             grad_hidden[rows] = gh
         return (grad_hidden, None, None, None, None, *(m for pair in grad_pairs for m in pair))
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without a temporary where the dtypes allow."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
 
 
 def _bounds_among(rows: Tensor, bounds: Sequence[_HeadSegment]) -> list[tuple[int, int]]:
@@ -177,8 +213,7 @@ def _logsumexp_(logits: Tensor) -> Tensor:
     return logits.sub_(top).exp_().sum(dim=-1, keepdim=True).log_().add_(top)
 
 
-def _grad_logits(logits: Tensor, normalizer: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """float32[C, V], in place of `logits`: sum over k of grad_k * (one-hot(target_k) - softmax)."""
+def _to_grad_(logits: Tensor, normalizer: Tensor, targets: Tensor, grad: Tensor) -> None:
+    """Turn logits [C, V] into sum over k of grad_k * (one-hot(target_k) - softmax)."""
     total = grad.sum(dim=1, keepdim=True)
-    g = logits.sub_(normalizer).exp_().mul_(total.neg())
-    return g.scatter_add_(1, targets, grad)
+    logits.sub_(normalizer).exp_().mul_(total.neg()).scatter_add_(1, targets, grad)

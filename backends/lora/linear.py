@@ -78,7 +78,7 @@ class _SegmentedLinear(torch.autograd.Function):
             g = gy[start:end]
             gh = (g @ b.to(g.dtype)).mul_(scale)
             out.append((gh.t() @ x[start:end]).to(a.dtype))
-            out.append((g.t() @ h).mul_(scale).to(b.dtype))
+            out.append((g.t() @ (h * scale)).to(b.dtype))
             if gx is not None:
                 gx[start:end].addmm_(gh, a.to(gh.dtype))
         return (gx, None, None, None, *out)

@@ -1,7 +1,7 @@
 """Attention of one step: chunks of prompts being read, and one token of every decoding row.
 
 Query heads that share a key/value head are laid out as queries of that head, so no key is ever
-repeated: exact, and on CPU several times faster than `enable_gqa`.
+repeated: exact, and a little faster on CPU than `enable_gqa` (1.2 to 1.4 times for one query).
 
 Shapes: H query heads, G key/value heads, h = H / G, T tokens of the packed row, n tokens of a
 chunk or rows of a slab, D head size.

@@ -77,7 +77,7 @@ class RunState:
                 state._optimizer.load(Path(directory) / _OPTIMIZER)
             if contents == "snapshot":
                 state._load_gradient(Path(directory) / _GRADIENTS)
-        except (AdapterFolderError, OSError, SafetensorError) as error:
+        except (AdapterFolderError, OSError, SafetensorError, KeyError, TypeError) as error:
             raise RunFolderError(f"cannot load {contents} from {directory}: {error}") from error
         return state
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
-from server.api.rooms import Caller, InRooms, RawBody, Rooms
+from server.api.rooms import Caller, InRooms, Limit, Offset, RawBody, Rooms
 from server.core.ids import RunId, TenantId
 from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_kind, parse_path
 from server.core.records import Checkpoint, Run
@@ -16,8 +17,8 @@ from server.wire.json_shapes import WireModel, parse_json
 
 router = APIRouter()
 
-Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0)]
+
+Newest = Mapping[tuple[RunId, CheckpointKind], Checkpoint]
 
 _TYPES = {
     CheckpointKind.TRAINING: "training",
@@ -60,7 +61,12 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     return answer
 
 
-async def run_json(rooms: Rooms, run: Run) -> dict[str, Any]:
+async def runs_json(rooms: Rooms, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    newest = await rooms.checkpoints.newest([run.id for run in runs])
+    return [_run_json(run, newest) for run in runs]
+
+
+def _run_json(run: Run, newest: Newest) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "training_run_id": run.id,
         "base_model": run.base_model,
@@ -75,8 +81,8 @@ async def run_json(rooms: Rooms, run: Run) -> dict[str, Any]:
         ("last_checkpoint", CheckpointKind.TRAINING),
         ("last_sampler_checkpoint", CheckpointKind.SAMPLER),
     ):
-        if newest := await rooms.checkpoints.newest(run.id, kind):
-            answer[field] = checkpoint_json(newest)
+        if checkpoint := newest.get((run.id, kind)):
+            answer[field] = checkpoint_json(checkpoint)
     return answer
 
 
@@ -90,14 +96,15 @@ async def list_runs(
 ) -> dict[str, Any]:
     runs, total = await rooms.runs.page(caller, limit, offset, project_id)
     return {
-        "training_runs": [await run_json(rooms, run) for run in runs],
+        "training_runs": await runs_json(rooms, runs),
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
     }
 
 
 @router.get("/training_runs/{run_id}")
 async def get_run(run_id: str, rooms: InRooms, caller: Caller) -> dict[str, Any]:
-    return await run_json(rooms, await rooms.runs.get(caller, RunId(run_id)))
+    run = await rooms.runs.get(caller, RunId(run_id))
+    return (await runs_json(rooms, [run]))[0]
 
 
 @router.get("/training_runs/{run_id}/checkpoints")

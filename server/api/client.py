@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
-from server.api.rooms import Caller, InRooms, RawBody
+from server.api.rooms import Caller, InRooms
 
 router = APIRouter()
 
@@ -57,6 +57,8 @@ async def capabilities(rooms: InRooms, caller: Caller) -> dict[str, Any]:
 
 
 @router.post("/telemetry")
-async def telemetry(body: RawBody) -> dict[str, str]:
-    """Accepted at once and kept nowhere: it can hold prompts and headers."""
+async def telemetry(request: Request) -> dict[str, str]:
+    """Accepted at once and kept nowhere, not even in memory: it can hold prompts and headers."""
+    async for _ in request.stream():
+        pass
     return {"status": "accepted"}

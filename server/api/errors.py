@@ -10,6 +10,7 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
 from server.core.errors import ServiceError
@@ -31,6 +32,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
         return _answer(error.status_code, str(error.detail), "user", retry=False)
+
+    @app.exception_handler(OperationalError)
+    async def database_away(request: Request, error: OperationalError) -> JSONResponse:
+        log.error("database_failed", path=request.url.path, why=str(error))
+        return _answer(503, "the database is away; come back shortly", "server", retry=True)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from server.api.rooms import Caller, InRooms, RawBody
-from server.core.ids import RequestId, SamplingSessionId
+from server.core.ids import CLONE_SIZE, RequestId, SamplingSessionId
 from server.core.requests import State
 from server.wire.json_shapes import WireModel, parse_json
 
@@ -22,13 +22,13 @@ class RetrieveFuture(WireModel):
 
 class CompletionsTarget(WireModel):
     sampling_session_id: str
-    cloned_sampler_id: int = Field(default=0, ge=0)
+    cloned_sampler_id: int = Field(default=0, ge=0, le=CLONE_SIZE)
 
 
 class RetrieveFutures(WireModel):
     target: CompletionsTarget
-    prev_cursor: int = Field(default=0, ge=0)
-    timeout: float | None = None
+    prev_cursor: int = Field(default=0, ge=0, le=2**63 - 1)
+    timeout: float | None = Field(default=None, ge=0)
 
 
 @router.post("/retrieve_future")
@@ -48,7 +48,8 @@ async def retrieve_future(rooms: InRooms, caller: Caller, body: RawBody) -> Resp
             answer = {"type": "try_again", "request_id": id_, "queue_state": state}
             if reason:
                 answer["queue_state_reason"] = reason
-            return JSONResponse(answer, 408)
+            # Not for the SDK's retries of any call: its own poll reads the state, then comes back.
+            return JSONResponse(answer, 408, {"x-should-retry": "false"})
 
 
 @router.post("/retrieve_futures")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 
 from server.catalogue import Catalogue
 from server.checkpoints.downloads import Downloads
@@ -22,6 +24,8 @@ from server.store.ledger import Ledger
 from server.tenancy.keys import Keys
 from server.tenancy.sessions import Sessions
 from server.wire.body import decode_body
+
+_LARGE_BODY_BYTES = 128 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,12 +91,15 @@ async def get_body(request: Request) -> bytes:
         if received > limit:
             raise TooLarge(f"the request body is larger than {limit} bytes")
         parts.append(part)
-    return decode_body(
-        b"".join(parts),
-        request.headers.get("content-encoding"),
-        max_bytes=limit,
-        max_decoded_bytes=limit,
+    encoding = request.headers.get("content-encoding")
+    unpack = partial(
+        decode_body, b"".join(parts), encoding, max_bytes=limit, max_decoded_bytes=limit
     )
+    if encoding is None or received < _LARGE_BODY_BYTES:
+        return unpack()
+    return await asyncio.to_thread(unpack)
 
 
 RawBody = Annotated[bytes, Depends(get_body)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]

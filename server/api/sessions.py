@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header
 
-from server.api.rooms import Caller, InRooms, RawBody
+from server.api.rooms import Caller, InRooms, Limit, Offset, RawBody
 from server.core.ids import SessionId
 from server.core.limits import text_metadata
 from server.tenancy.sessions import CreateSession
@@ -63,8 +63,8 @@ async def finish(session_id: str, rooms: InRooms, caller: Caller, body: RawBody)
 async def list_sessions(
     rooms: InRooms,
     caller: Caller,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: Limit = 20,
+    offset: Offset = 0,
 ) -> dict[str, Any]:
     sessions = await rooms.sessions.page(caller, limit, offset)
     return {"sessions": [session.id for session in sessions]}

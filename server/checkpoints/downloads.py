@@ -20,6 +20,7 @@ from server.core.records import Checkpoint
 
 LIFETIME_S = 3600
 _HIDDEN = {"hearth.json"}
+_SECRET_BYTES = 32
 
 
 class Downloads:
@@ -40,7 +41,8 @@ class Downloads:
 
     def open(self, folder: str, name: str, expires: int, signature: str) -> Path:
         """The file behind a URL. Raises NotFound for a wrong or expired one."""
-        good = hmac.compare_digest(signature, self._sign(folder, name, expires))
+        right = self._sign(folder, name, expires)
+        good = hmac.compare_digest(signature.encode(errors="replace"), right.encode())
         if not good or expires < self._clock() or not self._storage.exists(folder):
             raise NotFound("the download link is not valid, or has expired")
         return Path(self._storage.path(folder)) / name
@@ -56,10 +58,13 @@ class Downloads:
 
 def load_secret(path: Path) -> bytes:
     """The signing secret, made on first use and readable by its owner alone."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        secret = secrets.token_bytes(32)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secret)
+    if path.exists() and len(secret := path.read_bytes()) == _SECRET_BYTES:
         return secret
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret)
+    # Whole or not at all: a crash must not leave an empty secret, which anyone can sign with.
+    part.replace(path)
+    return secret

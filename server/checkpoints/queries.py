@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from server.core.ids import RunId, TenantId
 from server.core.paths import CheckpointKind, CheckpointPath
@@ -36,8 +38,14 @@ async def change(db: AsyncSession, path: CheckpointPath, **values: Any) -> None:
     await db.execute(update(CheckpointRow).where(*_is(path)).values(**values))
 
 
-async def remove(db: AsyncSession, path: CheckpointPath) -> None:
-    await db.execute(delete(CheckpointRow).where(*_is(path)))
+async def remove(db: AsyncSession, checkpoint: Checkpoint, expired_by: float | None = None) -> bool:
+    """Whether it was still there: a newer one under its path stays, and, with `expired_by`, one
+    that was given a longer life in the meantime."""
+    where = [*_is(checkpoint.path), CheckpointRow.folder == checkpoint.folder]
+    if expired_by is not None:
+        where.append(CheckpointRow.expires_at <= expired_by)
+    done: Any = await db.execute(delete(CheckpointRow).where(*where))
+    return done.rowcount == 1
 
 
 async def of_run(db: AsyncSession, run: RunId, now: float) -> list[Checkpoint]:
@@ -48,13 +56,20 @@ async def of_run(db: AsyncSession, run: RunId, now: float) -> list[Checkpoint]:
 
 
 async def newest(
-    db: AsyncSession, run: RunId, kind: CheckpointKind, now: float
-) -> Checkpoint | None:
-    query = select(CheckpointRow).where(
-        CheckpointRow.run_id == run, CheckpointRow.kind == kind.value, _alive(now)
+    db: AsyncSession, runs: Collection[RunId], now: float
+) -> dict[tuple[RunId, CheckpointKind], Checkpoint]:
+    """The newest checkpoint of each run and kind that has one, in one query for them all."""
+    newest_first = CheckpointRow.created_at.desc(), CheckpointRow.name
+    place = func.row_number().over(
+        partition_by=(CheckpointRow.run_id, CheckpointRow.kind), order_by=newest_first
     )
-    row = await db.scalar(query.order_by(CheckpointRow.created_at.desc()).limit(1))
-    return None if row is None else value(Checkpoint, row)
+    ranked = select(CheckpointRow, place.label("place")).where(
+        CheckpointRow.run_id.in_(runs), _alive(now)
+    )
+    first = aliased(CheckpointRow, ranked.subquery())
+    query = select(first).where(literal_column("place") == 1)
+    found = [value(Checkpoint, row) for row in await db.scalars(query)]
+    return {(checkpoint.run_id, checkpoint.kind): checkpoint for checkpoint in found}
 
 
 async def page(

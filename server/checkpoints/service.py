@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Collection, Set
 from dataclasses import replace
 
 from server.checkpoints import queries
@@ -12,13 +13,18 @@ from server.core.ids import RunId, TenantId
 from server.core.limits import check_ttl
 from server.core.paths import CheckpointKind, CheckpointPath
 from server.core.records import Checkpoint, Run
-from server.store.database import AsyncSession, Database
+from server.store.database import Database
+
+RETIREMENT_S = 60.0
+"""How long a folder stays after nobody can ask for it any more: whoever was about to read it
+has read it by then, or says that it is in use."""
 
 
 class Checkpoints:
     def __init__(self, db: Database, storage: Storage, clock: Callable[[], float]) -> None:
         self._db = db
         self._clock = clock
+        self._retired: dict[str, float] = {}
         self.storage = storage
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
@@ -72,8 +78,10 @@ class Checkpoints:
     async def of_run(self, run: RunId) -> list[Checkpoint]:
         return await self._db.read(lambda db: queries.of_run(db, run, self._clock()))
 
-    async def newest(self, run: RunId, kind: CheckpointKind) -> Checkpoint | None:
-        return await self._db.read(lambda db: queries.newest(db, run, kind, self._clock()))
+    async def newest(
+        self, runs: Collection[RunId]
+    ) -> dict[tuple[RunId, CheckpointKind], Checkpoint]:
+        return await self._db.read(lambda db: queries.newest(db, runs, self._clock()))
 
     async def page(self, tenant: TenantId, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
         now = self._clock()
@@ -99,7 +107,8 @@ class Checkpoints:
 
     async def copy(self, source: Checkpoint, target: Run, ttl_seconds: int | None) -> Checkpoint:
         """Put a checkpoint's files under another run, as its owner's own."""
-        folder = self.storage.copy(source.folder)
+        check_ttl(ttl_seconds)
+        folder = await asyncio.to_thread(self.storage.copy, source.folder)
         now = self._clock()
         copied = replace(
             source,
@@ -116,16 +125,33 @@ class Checkpoints:
 
     async def remove_expired(self) -> int:
         """Carry out the lifetimes that are over; says how many."""
-        expired = await self._db.read(lambda db: queries.expired(db, self._clock()))
-        for checkpoint in expired:
-            await self._remove(checkpoint)
-        return len(expired)
+        now = self._clock()
+        expired = await self._db.read(lambda db: queries.expired(db, now))
+        return sum([await self._remove(checkpoint, expired_by=now) for checkpoint in expired])
 
-    async def _remove(self, checkpoint: Checkpoint) -> None:
-        async def work(db: AsyncSession) -> None:
-            await queries.remove(db, checkpoint.path)
+    def retire(self, folder: str | None) -> None:
+        """No row names this folder any more. It is removed a while later, or by the next start:
+        a sample or a load may be reading it."""
+        if folder is not None:
+            self._retired[folder] = self._clock()
 
-        await self._db.write(work)
-        # After the commit: a crash in between leaves a folder without a name, which the next
-        # start removes, and never a name without its folder.
-        self.storage.remove(checkpoint.folder)
+    async def remove_retired(self, in_use: Set[str]) -> int:
+        """Give back the space of folders retired a while ago; says of how many.
+
+        `in_use` holds folders, as `storage.path` names them, that are still read."""
+        before = self._clock() - RETIREMENT_S
+        over = [
+            folder
+            for folder, since in self._retired.items()
+            if since <= before and self.storage.path(folder) not in in_use
+        ]
+        for folder in over:
+            await asyncio.to_thread(self.storage.remove, folder)
+            del self._retired[folder]
+        return len(over)
+
+    async def _remove(self, checkpoint: Checkpoint, expired_by: float | None = None) -> bool:
+        removed = await self._db.write(lambda db: queries.remove(db, checkpoint, expired_by))
+        if removed:
+            self.retire(checkpoint.folder)
+        return removed

@@ -33,6 +33,8 @@ class Kind(StrEnum):
 
 
 PASS_KINDS = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD})
+REPLAYED_KINDS = frozenset({Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP})
+"""What is done again, in order, to bring a run from a snapshot to now."""
 
 
 class State(StrEnum):

@@ -152,7 +152,7 @@ class Execution:
 
         def forget_standing() -> None:
             if standing is not None:
-                self._checkpoints.storage.remove(standing.folder)
+                self._checkpoints.retire(standing.folder)
 
         return Executed(job, _saved(save.kind, path, size), also=put, after=forget_standing)
 
@@ -179,6 +179,7 @@ class Execution:
 
         def point_at_it() -> None:
             if inflight:
+                self._checkpoints.retire(live.run.inflight_folder)
                 live.show_inflight(folder)
 
         outcome = _json(type="save_weights_for_sampler", sampling_session_id=sampler.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from server.core.errors import NotFound
@@ -40,10 +40,21 @@ class LiveRun:
         self.run = replace(self.run, inflight_folder=folder)
 
 
-class Registry:
-    """Loads a run on its first use; `fetch` reads one and its last finished seq."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A run as the database has it."""
 
-    def __init__(self, fetch: Callable[[RunId], Awaitable[tuple[Run, int] | None]]) -> None:
+    run: Run
+    done_through: int
+    """The highest seq that was done, or -1."""
+    failed: Sequence[int]
+    """Those after it that failed."""
+
+
+class Registry:
+    """Loads a run on its first use."""
+
+    def __init__(self, fetch: Callable[[RunId], Awaitable[Stored | None]]) -> None:
         self._fetch = fetch
         self._runs: dict[RunId, LiveRun] = {}
 
@@ -79,7 +90,11 @@ class Registry:
         found = await self._fetch(run)
         if found is None:
             return None
-        record, last_seq = found
+        snapshot_seq = -1 if found.run.snapshot_seq is None else found.run.snapshot_seq
+        live = LiveRun(
+            found.run,
+            RunQueue(found.done_through, found.failed),
+            executed_seq=max(found.done_through, snapshot_seq),
+        )
         # Another request may have loaded it in the meantime.
-        live = LiveRun(record, RunQueue(done_through=last_seq), executed_seq=last_seq)
         return self._runs.setdefault(run, live)

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
+import structlog
+
 from backends.contract import AdapterSpec
 from server.catalogue import Catalogue
 from server.checkpoints.service import Checkpoints
@@ -18,7 +20,7 @@ from server.core.records import Checkpoint, LoraShape, Request, Run, Tenant
 from server.core.requests import Job, Kind, State
 from server.runs import queries, wire
 from server.runs.operations import Operation, decode, decode_body
-from server.runs.registry import LiveRun, Registry
+from server.runs.registry import LiveRun, Registry, Stored
 from server.runs.validation import check_adapter_spec, check_forward_backward
 from server.store import journal
 from server.store.database import AsyncSession
@@ -28,6 +30,10 @@ from server.wire.training import ContentRefused, TrainingSubmission, decode_trai
 
 JSON = "application/json"
 _LARGE_BODY_BYTES = 128 * 1024
+_TOUCH_EVERY_S = 10.0
+"""How exact a run's last_request_at is kept: a write of it with every request is not worth it."""
+
+log = structlog.get_logger()
 
 
 class Runs:
@@ -155,6 +161,7 @@ class Runs:
         live = await self.registry.get(RunId(model_id), tenant.id)
         if live.run.session_id is None:
             raise BadInput(f"model_id {model_id!r} holds copied checkpoints; it cannot be trained")
+        self._catalogue.get(live.run.base_model)
         await self._sessions.open(tenant, live.run.session_id)
         return live
 
@@ -181,6 +188,9 @@ class Runs:
             if request.run_id is None:
                 continue
             live = await self.registry.get(request.run_id, None)
+            if live.run.base_model not in self._catalogue:
+                log.warning("request_left_waiting", request=request.id, model=live.run.base_model)
+                continue
             try:
                 operation = decode(request)
             except BadInput as error:
@@ -232,12 +242,14 @@ class Runs:
 
     async def _accept(self, live: LiveRun, request: Request, operation: Operation) -> Request:
         now = self._clock()
-        live.run = replace(live.run, last_request_at=now)
 
         async def touch(db: AsyncSession) -> None:
             await queries.change(db, live.run.id, last_request_at=now)
 
-        stored, new = await self._ledger.submit(request, also=touch)
+        stale = now - live.run.last_request_at >= _TOUCH_EVERY_S
+        stored, new = await self._ledger.submit(request, also=touch if stale else None)
+        if new and stale:
+            live.run = replace(live.run, last_request_at=now)
         if new:
             live.push(_job(stored), stored, operation, now)
             self._wake(live.run.base_model)
@@ -257,10 +269,10 @@ class Runs:
             created_at=self._clock(),
         )
 
-    async def _fetch(self, run: RunId) -> tuple[Run, int] | None:
-        async def read(db: AsyncSession) -> tuple[Run, int] | None:
+    async def _fetch(self, run: RunId) -> Stored | None:
+        async def read(db: AsyncSession) -> Stored | None:
             found = await queries.find(db, run)
-            return None if found is None else (found, await journal.last_seq(db, run))
+            return None if found is None else Stored(found, *await journal.progress(db, run))
 
         return await self._ledger.db.read(read)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from server.wire.json_shapes import WireModel
+from server.wire.training import MAX_SEQ_ID
 
 
 class LoraConfig(WireModel):
@@ -24,7 +25,7 @@ class OptimizerConfig(WireModel):
 
 class CreateModel(WireModel):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, le=MAX_SEQ_ID)
     base_model: str
     lora_config: LoraConfig = LoraConfig()
     user_metadata: dict[str, Any] | None = None
@@ -37,7 +38,7 @@ class LoadWeights(WireModel):
     path: str
     optimizer: bool = False
     session_id: str | None = None
-    model_seq_id: int | None = Field(default=None, ge=0)
+    model_seq_id: int | None = Field(default=None, ge=0, le=MAX_SEQ_ID)
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
@@ -49,7 +50,7 @@ class RunRequest(WireModel):
     """What every request on an existing run has."""
 
     model_id: str
-    seq_id: int = Field(ge=1, le=2**31 - 1)
+    seq_id: int = Field(ge=1, le=MAX_SEQ_ID)
 
 
 class AdamParams(WireModel):
@@ -79,7 +80,7 @@ class SaveWeightsForSampler(RunRequest):
     """With `path` a named checkpoint, without one a sampler that only this session has."""
 
     path: str | None = None
-    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, le=MAX_SEQ_ID)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None

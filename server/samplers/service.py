@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
+from pydantic import Field
 
 from backends.contract import BackendError, Failure, SampleRequest, SampleResult, SamplingEngine
 from server.catalogue import Catalogue
 from server.checkpoints.service import Checkpoints
-from server.core.errors import BadInput, NotFound, QueueFull
+from server.core.errors import BadInput, NotFound, QueueFull, ServiceError
 from server.core.ids import (
     RequestId,
     SamplingSessionId,
@@ -22,6 +24,7 @@ from server.core.ids import (
     sampling_session_id,
 )
 from server.core.paths import CheckpointKind, parse_path
+from server.core.recent import Recent
 from server.core.records import Request, SamplerKind, SamplingSession, Tenant
 from server.core.requests import Kind
 from server.runs.registry import Registry
@@ -41,7 +44,7 @@ PROTOBUF = "application/x-protobuf"
 
 class CreateSamplingSession(WireModel):
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: int = Field(ge=0, le=2**31 - 1)
     base_model: str | None = None
     model_path: str | None = None
 
@@ -75,8 +78,9 @@ class Samplers:
         self._engines = engines
         self._max_waiting = max_waiting
         self._clock = clock
-        self._known: dict[SamplingSessionId, SamplingSession] = {}
+        self._known: Recent[SamplingSessionId, SamplingSession] = Recent()
         self._running: dict[RequestId, asyncio.Task[None]] = {}
+        self._adapters: dict[RequestId, str | None] = {}
         self._waiting: Counter[TenantId] = Counter()
 
     async def create(self, tenant: Tenant, body: CreateSamplingSession) -> SamplingSession:
@@ -104,7 +108,7 @@ class Samplers:
             found = await self._ledger.db.read(lambda db: queries.find(db, sampler))
         if found is None or found.owner != tenant.id:
             raise NotFound(f"sampling session {sampler[:200]!r} does not exist")
-        self._known[sampler] = found
+        self._known.put(sampler, found)
         return found
 
     async def join(self, tenant: Tenant, sampler: SamplingSessionId) -> int:
@@ -117,14 +121,14 @@ class Samplers:
 
     async def submit(self, tenant: Tenant, payload: bytes) -> Accepted:
         """Journal a sample and start it. Raises BadInput, NotFound, Gone, or QueueFull."""
+        if self._waiting[tenant.id] >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} samples are waiting already; come back shortly")
         body = decode_sample(payload)
         if body.sampling_session_id is None or body.seq_id is None:
             raise BadInput("sampling_session_id and seq_id are needed")
         sampler = await self.get(tenant, SamplingSessionId(body.sampling_session_id))
         await self._sessions.open(tenant, sampler.session_id)
         sample = await self._to_engine(sampler, body)
-        if self._waiting[tenant.id] >= self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} samples are waiting already; come back shortly")
         request = Request(
             id=RequestId(sample.request_id),
             kind=Kind.SAMPLE,
@@ -145,25 +149,42 @@ class Samplers:
         for request in unfinished:
             if request.sampling_session_id is None or request.payload is None:
                 continue
-            body = decode_sample(request.payload)
             sampler = await self._ledger.db.read(
                 lambda db, id_=request.sampling_session_id: queries.find(db, id_)
             )
             assert sampler is not None
-            self._start(sampler, request, body, await self._to_engine(sampler, body))
+            if sampler.base_model not in self._catalogue:
+                log.warning("sample_left_waiting", request=request.id, model=sampler.base_model)
+                continue
+            try:
+                body = decode_sample(request.payload)
+                sample = await self._to_engine(sampler, body)
+            except ServiceError as error:
+                # Accepted under other rules, or its weights were deleted.
+                outcome = Outcome(error=str(error), error_category=error.category)
+                await self._ledger.finish(request, outcome)
+                continue
+            self._start(sampler, request, body, sample)
+
+    def adapters_in_use(self) -> set[str]:
+        """Folders, by path, that a sample under way reads or will read."""
+        return {adapter for adapter in self._adapters.values() if adapter is not None}
 
     async def cancel(self, tenant: Tenant, request: RequestId) -> None:
         """Stop generating; a request that is over, or no sample, is left alone."""
         found = await self._ledger.retrieve(request, tenant.id, hold_s=0)
         if request in self._running and found.sampling_session_id is not None:
             sampler = await self.get(tenant, found.sampling_session_id)
-            await self._engines[sampler.base_model].cancel(request)
+            # An engine that has just died has stopped generating, too.
+            with suppress(BackendError):
+                await self._engines[sampler.base_model].cancel(request)
 
     async def drain(self) -> None:
         """Let what is generating stop; the next start does it again."""
-        for task in self._running.values():
+        tasks = list(self._running.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _on_checkpoint(
         self, tenant: Tenant, sampler: SamplingSession, model_path: str
@@ -205,10 +226,14 @@ class Samplers:
 
     async def _folder(self, sampler: SamplingSession) -> str | None:
         """The adapter to sample from now: for an inflight session its run's newest."""
-        if sampler.kind is not SamplerKind.INFLIGHT:
-            return sampler.folder
-        assert sampler.run_id is not None
-        return (await self._runs.get(sampler.run_id, None)).run.inflight_folder
+        folder = sampler.folder
+        if sampler.kind is SamplerKind.INFLIGHT:
+            assert sampler.run_id is not None
+            folder = (await self._runs.get(sampler.run_id, None)).run.inflight_folder
+        if folder is not None and not self._checkpoints.storage.exists(folder):
+            what = sampler.model_path or f"sampling session {sampler.id}"
+            raise NotFound(f"the weights of {what} have been deleted")
+        return folder
 
     def _start(
         self, sampler: SamplingSession, request: Request, body: SampleBody, sample: SampleRequest
@@ -216,22 +241,34 @@ class Samplers:
         self._waiting[request.owner] += 1
         task = asyncio.create_task(self._run(sampler, request, body, sample))
         self._running[request.id] = task
+        self._adapters[request.id] = sample.adapter
         task.add_done_callback(lambda _: self._ended(request))
 
     def _ended(self, request: Request) -> None:
         self._waiting[request.owner] -= 1
-        del self._running[request.id]
+        del self._running[request.id], self._adapters[request.id]
 
     async def _run(
         self, sampler: SamplingSession, request: Request, body: SampleBody, sample: SampleRequest
     ) -> None:
-        outcome = await self._generate(self._engines[sampler.base_model], sample)
-        match outcome:
-            case SampleResult():
-                encoded = encode_sample_result(outcome, target_layout(body))
-                await self._ledger.finish(request, Outcome(result=encoded, result_type=PROTOBUF))
+        """The supervision loop of one sample: whatever it raises fails it alone."""
+        try:
+            outcome = await self._outcome(self._engines[sampler.base_model], body, sample)
+        except Exception as error:
+            log.exception("sample_failed", request=request.id)
+            why = f"sampling failed: {type(error).__name__}: {error}"
+            outcome = Outcome(error=why, error_category="server")
+        await self._ledger.finish(request, outcome)
+
+    async def _outcome(
+        self, engine: SamplingEngine, body: SampleBody, sample: SampleRequest
+    ) -> Outcome:
+        match await self._generate(engine, sample):
+            case SampleResult() as result:
+                encoded = encode_sample_result(result, target_layout(body))
+                return Outcome(result=encoded, result_type=PROTOBUF)
             case Failure(message=message, category=category):
-                await self._ledger.finish(request, Outcome(error=message, error_category=category))
+                return Outcome(error=message, error_category=category)
 
     async def _generate(
         self, engine: SamplingEngine, sample: SampleRequest

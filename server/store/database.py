@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 Work = Callable[[AsyncSession], Awaitable[Result]]
 
 _MAX_GROUP = 256
+_WRITES = "hearth_writes"
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
+        self._writing = self.engine.execution_options(**{_WRITES: True})
         self._queue: asyncio.Queue[_Unit | None] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
 
@@ -77,7 +79,7 @@ class Database:
         done: list[tuple[_Unit, Any]] = []
         try:
             async with (
-                AsyncSession(self.engine, expire_on_commit=False) as session,
+                AsyncSession(self._writing, expire_on_commit=False) as session,
                 session.begin(),
             ):
                 for unit in group:
@@ -122,6 +124,9 @@ def _engine(url: str) -> AsyncEngine:
 
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN")
+        # A group that read first and took the lock later would fail, not wait, if another
+        # process (`hearth keys`) wrote in between.
+        writes = connection.get_execution_options().get(_WRITES, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine

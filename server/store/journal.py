@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import CLONE_SIZE, RequestId, RunId, SamplingSessionId
 from server.core.records import Request
-from server.core.requests import State
+from server.core.requests import REPLAYED_KINDS, State
 from server.store.rows import RequestRow, columns, value
 
 
@@ -31,21 +31,26 @@ async def find(db: AsyncSession, request: RequestId) -> Request | None:
     return None if row is None else value(Request, row)
 
 
-async def finish(db: AsyncSession, request: Request) -> None:
-    """Store the outcome of a waiting request; one that is over stays as it is."""
-    await db.execute(
+async def finish(db: AsyncSession, request: Request) -> bool:
+    """Store the outcome of a waiting request; one that is over stays as it is, and that is
+    False. The payload goes, unless the run may have to be played again."""
+    values: dict[str, Any] = {
+        "state": request.state,
+        "finished_at": request.finished_at,
+        "finished_no": request.finished_no,
+        "result": request.result,
+        "result_type": request.result_type,
+        "error": request.error,
+        "error_category": request.error_category,
+    }
+    if request.state is not State.DONE or request.kind not in REPLAYED_KINDS:
+        values["payload"] = None
+    done: Any = await db.execute(
         update(RequestRow)
         .where(RequestRow.id == request.id, RequestRow.state == State.WAITING)
-        .values(
-            state=request.state,
-            finished_at=request.finished_at,
-            finished_no=request.finished_no,
-            result=request.result,
-            result_type=request.result_type,
-            error=request.error,
-            error_category=request.error_category,
-        )
+        .values(values)
     )
+    return done.rowcount == 1
 
 
 async def unfinished(db: AsyncSession) -> list[Request]:
@@ -55,20 +60,26 @@ async def unfinished(db: AsyncSession) -> list[Request]:
 
 
 async def replayable(db: AsyncSession, run: RunId, after: int) -> list[Request]:
-    """The finished requests that a run's snapshot does not include, in order."""
+    """What changed the run's state since its snapshot, in order."""
     query = select(RequestRow).where(
         RequestRow.run_id == run, RequestRow.seq > after, RequestRow.state == State.DONE
     )
+    query = query.where(RequestRow.kind.in_(REPLAYED_KINDS))
     return await _all(db, query.order_by(RequestRow.seq))
 
 
-async def last_seq(db: AsyncSession, run: RunId) -> int:
-    """The highest seq of a run that is finished, or -1."""
-    query = select(func.max(RequestRow.seq)).where(
-        RequestRow.run_id == run, RequestRow.state != State.WAITING
+async def progress(db: AsyncSession, run: RunId) -> tuple[int, list[int]]:
+    """The highest seq of a run that was done, or -1, and those after it that failed: one that
+    was refused may be ahead of others that still wait."""
+    mine = RequestRow.run_id == run
+    done = await db.scalar(
+        select(func.max(RequestRow.seq)).where(mine, RequestRow.state == State.DONE)
     )
-    found = await db.scalar(query)
-    return -1 if found is None else found
+    last = -1 if done is None else done
+    query = select(RequestRow.seq).where(
+        mine, RequestRow.state == State.FAILED, RequestRow.seq > last
+    )
+    return last, list(await db.scalars(query))
 
 
 async def prune_payloads(db: AsyncSession, run: RunId, through: int) -> None:
@@ -81,11 +92,13 @@ async def prune_payloads(db: AsyncSession, run: RunId, through: int) -> None:
     )
 
 
-async def expire_results(db: AsyncSession, finished_before: float) -> None:
-    """Drop results (and sampling payloads) that nobody will ask for any more."""
+async def expire_results(db: AsyncSession, finished_since: float, finished_before: float) -> None:
+    """Drop results that nobody will ask for any more. Two bounds, so that a repeated call does
+    not look through all that ever was."""
     await db.execute(
         update(RequestRow)
-        .where(RequestRow.finished_at < finished_before, RequestRow.result.is_not(None))
+        .where(RequestRow.finished_at >= finished_since, RequestRow.finished_at < finished_before)
+        .where(RequestRow.result.is_not(None))
         .values(result=None, result_type=None)
     )
 

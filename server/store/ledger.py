@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import structlog
 from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.errors import Gone, NotFound
@@ -20,7 +22,7 @@ from server.core.records import Request
 from server.core.requests import NEXT, State
 from server.store import journal
 from server.store.bell import Bell
-from server.store.database import Database
+from server.store.database import Database, Work
 
 log = structlog.get_logger()
 
@@ -29,6 +31,10 @@ Also = Callable[[AsyncSession], Awaitable[None]]
 
 _CACHED_RESULT_BYTES = 64 * 2**20
 _RETRY_S = 1.0
+_PASSING = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
+"""What a full disk, or a database that is away or busy, raises."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +94,8 @@ class Ledger:
         return len(self._waiting)
 
     async def submit(self, request: Request, also: Also | None = None) -> tuple[Request, bool]:
-        """Journal a request; returns the one that stands there, and whether it is new.
+        """Journal a request; returns the one that stands there, and whether it is the caller's
+        to carry out: nobody in this process has been given it before.
 
         `also` runs before it in the same commit, and only if the request is new."""
 
@@ -100,15 +107,40 @@ class Ledger:
             return await journal.append(db, request), True
 
         stored, new = await self.db.write(work)
-        if new and stored.state is State.WAITING:
+        if stored.state is State.WAITING:
+            # It may stand there and be nobody's: a commit that failed only for whoever asked, or
+            # a caller that went away before its answer came.
+            new = stored.id not in self._waiting
             self._waiting[stored.id] = replace(stored, payload=None)
         return stored, new
 
     async def finish(self, request: Request, outcome: Outcome, also: Also | None = None) -> None:
-        """Commit an outcome, then let those who wait see it."""
+        """Commit an outcome, then let those who wait see it. The first outcome stands."""
+        await self.finish_all([(request, outcome)], also)
+
+    async def finish_all(
+        self, ended: Sequence[tuple[Request, Outcome]], also: Also | None = None
+    ) -> None:
+        """The same for several requests in one commit: all of it is stored, or nothing."""
+
+        async def work(db: AsyncSession) -> list[Request]:
+            if also is not None:
+                await also(db)
+            finished = [self._finished(request, outcome) for request, outcome in ended]
+            return [request for request in finished if await journal.finish(db, request)]
+
+        for stored in await self._write_surely(work):
+            self._recent.put(stored)
+        for request, _ in ended:
+            self._waiting.pop(request.id, None)
+            self._wake(request)
+
+    def _finished(self, request: Request, outcome: Outcome) -> Request:
+        """Called by the writer, so that the numbers grow in the order of the commits: a poll
+        that has seen one has seen all before it."""
         assert outcome.state in NEXT[State.WAITING]
         self._finished_no += 1
-        finished = replace(
+        return replace(
             request,
             payload=None,
             state=outcome.state,
@@ -120,27 +152,14 @@ class Ledger:
             error_category=outcome.error_category,
         )
 
-        async def work(db: AsyncSession) -> None:
-            if also is not None:
-                await also(db)
-            await journal.finish(db, finished)
-
-        await self._write_surely(work)
-        self._waiting.pop(request.id, None)
-        self._recent.put(finished)
-        self._wake(finished)
-
-    async def _write_surely(self, work: Also) -> None:
-        """An outcome exists once and must not be lost: a full disk or a database that is away
-        is waited for."""
+    async def _write_surely(self, work: Work[Result]) -> Result:
+        """An outcome exists once and must not be lost: what passes is waited for."""
         while True:
             try:
-                await self.db.write(work)
-            except (OperationalError, InterfaceError, OSError) as error:
+                return await self.db.write(work)
+            except _PASSING as error:
                 log.error("result_not_stored", why=str(error), retry_in_s=_RETRY_S)
                 await asyncio.sleep(_RETRY_S)
-            else:
-                return
 
     async def retrieve(self, request: RequestId, owner: TenantId, hold_s: float) -> Request:
         """The request once it is finished, or as it stands after `hold_s` seconds.

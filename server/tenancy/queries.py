@@ -75,6 +75,19 @@ async def change_session(db: AsyncSession, session: SessionId, **values: Any) ->
     await db.execute(update(SessionRow).where(SessionRow.id == session).values(**values))
 
 
+async def change_unfinished(
+    db: AsyncSession, session: SessionId, **values: Any
+) -> tuple[Session | None, bool]:
+    """Change a session that its client has not finished; it as it is then, and whether it was
+    changed. Decided here, since a heartbeat and the finish can cross."""
+    changed: Any = await db.execute(
+        update(SessionRow)
+        .where(SessionRow.id == session, SessionRow.status != SessionStatus.FINISHED)
+        .values(**values)
+    )
+    return await find_session(db, session), changed.rowcount == 1
+
+
 async def page_sessions(
     db: AsyncSession, owner: TenantId, limit: int, offset: int
 ) -> list[Session]:
@@ -86,9 +99,12 @@ async def page_sessions(
     return [value(Session, row) for row in rows]
 
 
-async def silent_sessions(db: AsyncSession, since: float) -> list[Session]:
-    """Active sessions whose last sign of life is older than `since`."""
-    query = select(SessionRow).where(
-        SessionRow.status == SessionStatus.ACTIVE, SessionRow.last_heartbeat_at < since
+async def expire_silent(db: AsyncSession, since: float) -> list[SessionId]:
+    """End the active sessions whose last sign of life is older than `since`."""
+    ended = await db.scalars(
+        update(SessionRow)
+        .where(SessionRow.status == SessionStatus.ACTIVE, SessionRow.last_heartbeat_at < since)
+        .values(status=SessionStatus.EXPIRED)
+        .returning(SessionRow.id)
     )
-    return [value(Session, row) for row in await db.scalars(query)]
+    return [SessionId(session) for session in ended]

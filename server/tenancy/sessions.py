@@ -9,6 +9,7 @@ from pydantic import Field
 
 from server.core.errors import Gone, NotFound
 from server.core.ids import SessionId, new_session_id
+from server.core.recent import Recent
 from server.core.records import Session, SessionStatus, Tenant
 from server.store.database import AsyncSession, Database
 from server.tenancy import queries
@@ -29,7 +30,7 @@ class Sessions:
     def __init__(self, db: Database, clock: Callable[[], float]) -> None:
         self._db = db
         self._clock = clock
-        self._known: dict[SessionId, Session] = {}
+        self._known: Recent[SessionId, Session] = Recent()
 
     async def create(
         self, tenant: Tenant, body: CreateSession, idempotency_key: str | None
@@ -47,7 +48,7 @@ class Sessions:
             last_heartbeat_at=now,
         )
         stored = await self._db.write(lambda db: queries.add_session(db, session, idempotency_key))
-        self._known[stored.id] = stored
+        self._known.put(stored.id, stored)
         return stored
 
     async def get(self, tenant: Tenant, session: SessionId) -> Session:
@@ -70,49 +71,51 @@ class Sessions:
 
     async def heartbeat(self, tenant: Tenant, session: SessionId) -> None:
         """Raises Gone when the client has finished the session: the SDK then stops beating."""
-        if (await self.get(tenant, session)).status is SessionStatus.FINISHED:
+        await self.get(tenant, session)
+        alive = await self._change_unfinished(
+            session, last_heartbeat_at=self._clock(), status=SessionStatus.ACTIVE
+        )
+        if not alive:
             raise Gone(f"session {session} was finished by its client")
-        await self._change(session, last_heartbeat_at=self._clock(), status=SessionStatus.ACTIVE)
 
     async def finish(
         self, tenant: Tenant, session: SessionId, reason: str, detail: str | None
     ) -> None:
         """The first reason stands; repeating is harmless."""
-        found = await self.get(tenant, session)
-        if found.status is SessionStatus.ACTIVE:
-            await self._change(
-                session,
-                status=SessionStatus.FINISHED,
-                finish_reason=reason,
-                finish_detail=detail,
-            )
+        await self.get(tenant, session)
+        await self._change_unfinished(
+            session, status=SessionStatus.FINISHED, finish_reason=reason, finish_detail=detail
+        )
 
     async def expire_silent(self, timeout_s: float) -> list[SessionId]:
         """End the sessions whose clients are gone; returns them."""
         since = self._clock() - timeout_s
-        silent = await self._db.read(lambda db: queries.silent_sessions(db, since))
+        silent = await self._db.write(lambda db: queries.expire_silent(db, since))
         for session in silent:
-            await self._change(session.id, status=SessionStatus.EXPIRED)
-        return [session.id for session in silent]
+            self._known.drop(session)
+        return silent
 
     async def page(self, tenant: Tenant, limit: int, offset: int) -> list[Session]:
         return await self._db.read(lambda db: queries.page_sessions(db, tenant.id, limit, offset))
 
     async def assign_project(self, tenant: Tenant, session: SessionId, project: str) -> None:
         await self.get(tenant, session)
-        await self._change(session, project=project)
+        await self._db.write(lambda db: queries.change_session(db, session, project=project))
+        self._known.drop(session)
 
     async def _read(self, session: SessionId) -> Session | None:
         found = await self._db.read(lambda db: queries.find_session(db, session))
         if found is not None:
-            self._known[session] = found
+            self._known.put(session, found)
         return found
 
-    async def _change(self, session: SessionId, **values: Any) -> None:
-        async def work(db: AsyncSession) -> Session | None:
-            await queries.change_session(db, session, **values)
-            return await queries.find_session(db, session)
+    async def _change_unfinished(self, session: SessionId, **values: Any) -> bool:
+        """Whether it was changed: not when its client has finished it."""
 
-        changed = await self._db.write(work)
-        if changed is not None:
-            self._known[session] = changed
+        async def work(db: AsyncSession) -> tuple[Session | None, bool]:
+            return await queries.change_unfinished(db, session, **values)
+
+        found, changed = await self._db.write(work)
+        if found is not None:
+            self._known.put(session, found)
+        return changed

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from backends.model import FrozenModel
 from backends.training.local import LocalTrainer
-
 from tests.tiny_models import tiny_llama, tiny_qwen3, with_tokenizer
 
 torch.set_num_threads(1)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from backends.contract import AdapterSpec, Datum, Failure, ForwardBackward, LossResult
 from backends.lora.adapter import Adapter, LoRAPair, fresh_adapter
 from backends.lora.peft_folder import save_adapter
 from backends.model import FrozenModel
 from backends.training.local import LocalTrainer
-from safetensors.torch import load_file
-from torch import Tensor
-
 from tests.tiny_models import VOCAB_SIZE
 
 

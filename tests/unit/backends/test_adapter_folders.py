@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
 from backends.batching.attention import PackedAttention
 from backends.lora.atomic_folder import new_folder, settled
 from backends.lora.head import logits_rows
 from backends.lora.linear import Segment
 from backends.lora.peft_folder import AdapterFolderError, load_adapter, save_adapter
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
-
 from tests.unit.backends.material import spec, trained_adapter
 from tests.unit.backends.oracle import peft_model, peft_warnings_expected
 
@@ -109,9 +109,14 @@ def test_an_adapter_of_another_model_is_refused(llama_path, qwen3_path, load_mod
 def test_a_failed_write_leaves_the_old_folder_and_nothing_else(tmp_path: Path):
     with new_folder(tmp_path / "a") as folder:
         (folder / "x").write_text("old")
-    with pytest.raises(KeyError), new_folder(tmp_path / "a") as folder:
-        (folder / "x").write_text("half")
-        raise KeyError
+
+    def write_half() -> None:
+        with new_folder(tmp_path / "a") as folder:
+            (folder / "x").write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
     assert (tmp_path / "a" / "x").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
+
 from backends.lora.adapter import UNEMBED, Adapter, LoRAPair
 from backends.lora.head import logits_rows, target_logprobs
 from backends.lora.linear import Segment
-from torch import Tensor
-
 from tests.unit.backends.material import spec
 
 TOKENS, HIDDEN, VOCAB = 23, 12, 50

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from backends.contract import Datum, Failure, ForwardBackward
-from backends.losses import LOSSES
 from torch import Tensor
 
+from backends.contract import Datum, Failure, ForwardBackward
+from backends.losses import LOSSES
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.backends.material import (
     assert_close,

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 
-from backends.batching.packing import pack
 from hypothesis import given
 from hypothesis import strategies as st
+
+from backends.batching.packing import pack
 
 requests = st.lists(st.tuples(st.lists(st.integers(1, 40), max_size=6), st.booleans()), max_size=8)
 budgets = st.integers(1, 60)
@@ -39,7 +40,7 @@ def test_the_budget_is_kept_unless_one_datum_alone_passes_it(made, budget):
 @given(requests, budgets)
 def test_neighbouring_microbatches_of_one_kind_could_not_have_been_one(made, budget):
     microbatches = _pack(made, budget)
-    for first, second in zip(microbatches, microbatches[1:], strict=False):
+    for first, second in pairwise(microbatches):
         if first.backward == second.backward:
             assert first.num_tokens + second.pieces[0].num_tokens > budget
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from backends.contract import BackendError, OptimStep
 from backends.training.local import CallRefusedError, LocalTrainer
-
 from tests.unit.backends.material import gradient, run_good, sft, spec, weights
 
 STEP = OptimStep(run="r", learning_rate=1e-2, weight_decay=0.01)

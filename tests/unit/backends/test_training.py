@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from backends.contract import Failure, OptimStep, StepResult
 
+from backends.contract import Failure, OptimStep, StepResult
 from tests.tiny_models import MAX_CONTEXT_LENGTH, VOCAB_SIZE
 from tests.unit.backends.material import (
     assert_close,
@@ -301,7 +301,7 @@ def test_bfloat16_base_trains_float32_adapters(new_trainer, model_path, tmp_path
         torch.cat([g[n].flatten() for n in g if "lora_B" in n]) for g in (rough, fine)
     )
     assert torch.cosine_similarity(rough_b, fine_b, dim=0) > 0.99
-    for seed in range(20):
+    for _ in range(20):
         _step(trainer, "r")
         (result,) = run_good(trainer, sft("r", [20, 10]))
     assert result.metrics["loss:sum"] < 0.8 * losses[0]
