@@ -58,7 +58,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-tokens", type=int, default=40, help="length limit of an answer")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 from fastapi import APIRouter, FastAPI
 
-from backends.contract import BackendError, ModelInfo
+from backends.contract import BackendError, ModelInfo, SamplingEngine
 from backends.workers.subprocess import SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
 from server.api import checkpoints, client, errors, futures, sampling, sessions, training
@@ -26,7 +27,7 @@ from server.checkpoints.downloads import Downloads, load_secret
 from server.checkpoints.service import Checkpoints
 from server.checkpoints.storage import Storage
 from server.core.records import Run
-from server.dispatch import Dispatcher, DispatchSettings
+from server.dispatch import Dispatcher, DispatchSettings, Restartable
 from server.housekeeping import Housekeeping
 from server.runs import queries as run_queries
 from server.runs.service import Runs
@@ -46,14 +47,26 @@ class StartRefused(Exception):
     """The settings do not allow a start; the message says which."""
 
 
+class Backend(Restartable, SamplingEngine, Protocol):
+    """Trains and samples one base model."""
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
 class Service:
     """Everything that runs while the server does, in the order it starts; it stops in reverse."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.time,
+        backends: Mapping[str, Backend] | None = None,
+    ) -> None:
+        """`backends` stand in for the workers that the settings would start."""
         self._settings = settings
         self._db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))
         self._catalogue = Catalogue()
-        self._backends = {
+        self._backends: Mapping[str, Backend] = backends or {
             name: SupervisedBackend(_worker(settings, name, path))
             for name, path in settings.models.items()
         }
@@ -160,14 +173,13 @@ class Service:
         runs: Runs,
         clock: Callable[[], float],
     ) -> Samplers:
-        engines: Mapping[str, SupervisedBackend] = self._backends
         return Samplers(
             ledger=ledger,
             sessions=sessions_room,
             checkpoints=checkpoints_room,
             catalogue=self._catalogue,
             runs=runs.registry,
-            engines=engines,
+            engines=self._backends,
             max_waiting=self._settings.max_waiting_samples,
             clock=clock,
         )
@@ -192,10 +204,16 @@ class Service:
             log.info("orphan_folders_removed", count=removed)
 
 
-def create_app(settings: Settings, on_ready: Callable[[], None] = lambda: None) -> FastAPI:
+def create_app(
+    settings: Settings,
+    on_ready: Callable[[], None] = lambda: None,
+    *,
+    clock: Callable[[], float] = time.time,
+    backends: Mapping[str, Backend] | None = None,
+) -> FastAPI:
     """The ASGI application; its lifespan starts and stops the service."""
     settings.data.mkdir(parents=True, exist_ok=True)
-    service = Service(settings)
+    service = Service(settings, clock, backends)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:

@@ -151,6 +151,7 @@ class Dispatcher:
         generation = self._backend.generation
         if any(live.resident_in != generation for live in lives):
             raise BackendError("it was started again while runs were brought to it")
+        self._ledger.mark_started(job.request for job in tick.jobs)
         executed = await self._execution.run(tick)
         if self._backend.generation != generation:
             # A sample may have started it again: an outcome can be that of one without the runs.

@@ -85,6 +85,9 @@ class Settings(BaseSettings):
     max_waiting_samples: int = Field(default=4096, ge=1)
     """Samples one tenant may have waiting; more are told to come back (429)."""
 
+    jwt: bool = True
+    """Have clients exchange their API key for a token that tells them who they are (`whoami`)."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much the server logs."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def new_folder(directory: str | Path) -> Iterator[Path]:
+def new_folder(directory: str | Path) -> Generator[Path]:
     """A temporary sibling to write into; it takes `directory`'s place when the block ends well.
 
     One writer a directory. An existing folder is replaced, and stays as it was if the block

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
-from server.api.rooms import Caller, InRooms, Limit, Offset, RawBody, Rooms
+from server.api.rooms import Caller, IdempotencyKey, InRooms, Limit, Offset, RawBody, Rooms
 from server.core.ids import RunId, TenantId
 from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_kind, parse_path
 from server.core.records import Checkpoint, Run
@@ -198,9 +198,13 @@ async def weights_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[st
 
 
 @router.post("/copy_weights")
-async def copy_weights(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
+async def copy_weights(
+    rooms: InRooms, caller: Caller, body: RawBody, idempotency_key: IdempotencyKey = None
+) -> dict[str, Any]:
     copy = parse_json(CopyWeights, body)
     source = await rooms.checkpoints.readable(caller.id, parse_path(copy.source_path))
-    target = await rooms.runs.add_holder(caller, source, copy.destination_project_id)
+    target = await rooms.runs.add_holder(
+        caller, source, copy.destination_project_id, idempotency_key
+    )
     copied = await rooms.checkpoints.copy(source, target, copy.ttl_seconds)
     return {"tinker_path": str(copied.path)}

@@ -21,7 +21,9 @@ log = structlog.get_logger()
 def install(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def service_error(_: Request, error: ServiceError) -> JSONResponse:
-        return _answer(error.status, str(error), error.category, retry=error.retry)
+        answer = _answer(error.status, str(error), error.category, retry=error.retry)
+        answer.headers.update(error.headers)
+        return answer
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Header, Query, Request
 
 from server.catalogue import Catalogue
 from server.checkpoints.downloads import Downloads
@@ -101,5 +101,6 @@ async def get_body(request: Request) -> bytes:
 
 
 RawBody = Annotated[bytes, Depends(get_body)]
+IdempotencyKey = Annotated[str | None, Header(alias="x-idempotency-key")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]

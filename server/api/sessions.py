@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter
 
-from server.api.rooms import Caller, InRooms, Limit, Offset, RawBody
+from server.api.rooms import Caller, IdempotencyKey, InRooms, Limit, Offset, RawBody
 from server.core.ids import SessionId
 from server.core.limits import text_metadata
 from server.tenancy.sessions import CreateSession
@@ -34,10 +34,7 @@ class AssignProject(WireModel):
 
 @router.post("/create_session")
 async def create_session(
-    rooms: InRooms,
-    caller: Caller,
-    body: RawBody,
-    idempotency_key: Annotated[str | None, Header(alias="x-idempotency-key")] = None,
+    rooms: InRooms, caller: Caller, body: RawBody, idempotency_key: IdempotencyKey = None
 ) -> dict[str, str]:
     rooms.check_open()
     request = parse_json(CreateSession, body)

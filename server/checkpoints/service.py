@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Set
 from dataclasses import replace
+from typing import Any
 
+from server.audit import queries as audit_queries
+from server.audit.events import Event, of_checkpoint
 from server.checkpoints import queries
 from server.checkpoints.storage import Storage
 from server.core.errors import NotFound
@@ -13,7 +16,7 @@ from server.core.ids import RunId, TenantId
 from server.core.limits import check_ttl
 from server.core.paths import CheckpointKind, CheckpointPath
 from server.core.records import Checkpoint, Run
-from server.store.database import Database
+from server.store.database import AsyncSession, Database
 
 RETIREMENT_S = 60.0
 """How long a folder stays after nobody can ask for it any more: whoever was about to read it
@@ -89,25 +92,32 @@ class Checkpoints:
 
     async def publish(self, tenant: TenantId, path: CheckpointPath, public: bool) -> None:
         """Let everybody who has the path read it, or no longer. Repeating is harmless."""
-        await self.owned(tenant, path)
-        await self._db.write(lambda db: queries.change(db, path, public=public))
+        found = await self.owned(tenant, path)
+        if found.public != public:
+            action = "published" if public else "unpublished"
+            await self._change(of_checkpoint(action, found, self._clock()), path, public=public)
 
     async def set_ttl(
         self, tenant: TenantId, path: CheckpointPath, ttl_seconds: int | None
     ) -> None:
         """Let it expire that long from now; None keeps it for ever."""
         check_ttl(ttl_seconds)
-        await self.owned(tenant, path)
-        expires_at = None if ttl_seconds is None else self._clock() + ttl_seconds
-        await self._db.write(lambda db: queries.change(db, path, expires_at=expires_at))
+        found = await self.owned(tenant, path)
+        now = self._clock()
+        expires_at = None if ttl_seconds is None else now + ttl_seconds
+        event = of_checkpoint("ttl_changed", found, now, ttl_seconds=ttl_seconds)
+        await self._change(event, path, expires_at=expires_at)
 
     async def delete(self, tenant: TenantId, path: CheckpointPath) -> None:
         found = await self.owned(tenant, path)
         await self._remove(found)
 
     async def copy(self, source: Checkpoint, target: Run, ttl_seconds: int | None) -> Checkpoint:
-        """Put a checkpoint's files under another run, as its owner's own."""
+        """Put a checkpoint's files under another run, as its owner's own. Repeating is
+        harmless."""
         check_ttl(ttl_seconds)
+        if standing := await self.find(replace(source.path, run=target.id)):
+            return standing
         folder = await asyncio.to_thread(self.storage.copy, source.folder)
         now = self._clock()
         copied = replace(
@@ -120,8 +130,20 @@ class Checkpoints:
             created_at=now,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
         )
-        await self._db.write(lambda db: queries.put(db, copied))
+        event = of_checkpoint("copied", copied, now, source_path=str(source.path))
+
+        async def work(db: AsyncSession) -> None:
+            await queries.put(db, copied)
+            await audit_queries.add(db, event)
+
+        await self._db.write(work)
         return copied
+
+    async def store(self, db: AsyncSession, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint that was just saved under its name, within the caller's commit."""
+        await queries.put(db, checkpoint)
+        at, size = checkpoint.created_at, checkpoint.size_bytes
+        await audit_queries.add(db, of_checkpoint("created", checkpoint, at, size_bytes=size))
 
     async def remove_expired(self) -> int:
         """Carry out the lifetimes that are over; says how many."""
@@ -150,8 +172,24 @@ class Checkpoints:
             del self._retired[folder]
         return len(over)
 
+    async def _change(self, event: Event, path: CheckpointPath, **values: Any) -> None:
+        async def work(db: AsyncSession) -> None:
+            await queries.change(db, path, **values)
+            await audit_queries.add(db, event)
+
+        await self._db.write(work)
+
     async def _remove(self, checkpoint: Checkpoint, expired_by: float | None = None) -> bool:
-        removed = await self._db.write(lambda db: queries.remove(db, checkpoint, expired_by))
+        action = "deleted" if expired_by is None else "expired"
+        event = of_checkpoint(action, checkpoint, self._clock())
+
+        async def work(db: AsyncSession) -> bool:
+            there = await queries.remove(db, checkpoint, expired_by)
+            if there:
+                await audit_queries.add(db, event)
+            return there
+
+        removed = await self._db.write(work)
         if removed:
             self.retire(checkpoint.folder)
         return removed

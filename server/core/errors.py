@@ -6,6 +6,8 @@ mistake of the caller must never wear one of those.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 Category = Literal["user", "server"]
@@ -17,6 +19,7 @@ class ServiceError(Exception):
     status: ClassVar[int] = 500
     category: ClassVar[Category] = "server"
     retry: ClassVar[bool] = False
+    headers: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
 
 class BadInput(ServiceError):
@@ -31,6 +34,12 @@ class NotAuthenticated(ServiceError):
 
     status = 401
     category = "user"
+
+
+class InvalidToken(NotAuthenticated):
+    """The JWT has expired or is not ours: the SDK gets another one for its key and goes on."""
+
+    headers = MappingProxyType({"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
 
 class NotFound(ServiceError):

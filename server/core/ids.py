@@ -6,6 +6,7 @@ checkpoint folders get random ones.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import NewType
 
@@ -32,6 +33,12 @@ def run_id(session: SessionId, model_seq_id: int) -> RunId:
     return RunId(f"{session}:train:{model_seq_id}")
 
 
+def holder_id(tenant: TenantId, key: str) -> RunId:
+    """A run that holds copied checkpoints, by what its client calls the copying."""
+    digest = hashlib.sha256("\n".join([tenant, key]).encode()).hexdigest()
+    return RunId(f"copy-{digest[:24]}")
+
+
 def sampling_session_id(session: SessionId, seq_id: int) -> SamplingSessionId:
     return SamplingSessionId(f"{session}:sample:{seq_id}")
 
@@ -47,3 +54,8 @@ def sequence_ids(request: RequestId, num_samples: int) -> list[str]:
 
 def clone_of(seq_id: int) -> int:
     return seq_id // CLONE_SIZE
+
+
+def user_urn(tenant: TenantId) -> str:
+    """A tenant as the SDK names the owner of something."""
+    return f"tml:organization_user:{tenant}"

@@ -98,6 +98,8 @@ class Request:
     payload_type: str = "application/json"
     tokens: int = 0
     state: State = State.WAITING
+    started_at: float | None = None
+    """When its computing began: what came before was waiting."""
     finished_at: float | None = None
     finished_no: int | None = None
     """Grows with every finished request of the server: the cursor of retrieve_futures."""

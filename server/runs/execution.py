@@ -6,9 +6,11 @@ see of a request appears together, or not at all.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from backends.contract import (
@@ -19,7 +21,7 @@ from backends.contract import (
     StepResult,
     TrainingBackend,
 )
-from server.checkpoints import queries as checkpoint_queries
+from server.checkpoints.encryption import encrypt_folder
 from server.checkpoints.service import Checkpoints
 from server.core.errors import ServiceError
 from server.core.ids import sampling_session_id
@@ -133,11 +135,7 @@ class Execution:
         standing = await self._checkpoints.find(path)
         if standing is not None and not save.overwrite:
             return _refused(job, f"checkpoint {path} exists already; choose another name")
-        folder = self._checkpoints.storage.new()
-        contents = "optimizer" if save.kind is CheckpointKind.TRAINING else "adapter"
-        size = await self._backend.save(
-            live.run.id, self._checkpoints.storage.path(folder), contents
-        )
+        folder, size = await self._write(live, save)
         record = self._checkpoints.describe(
             live.run,
             path,
@@ -148,13 +146,31 @@ class Execution:
         )
 
         async def put(db: AsyncSession) -> None:
-            await checkpoint_queries.put(db, record)
+            await self._checkpoints.store(db, record)
 
         def forget_standing() -> None:
             if standing is not None:
                 self._checkpoints.retire(standing.folder)
 
         return Executed(job, _saved(save.kind, path, size), also=put, after=forget_standing)
+
+    async def _write(self, live: LiveRun, save: SaveCheckpoint) -> tuple[str, int]:
+        """A new folder with the run's weights, and its size. Of weights for certain recipients
+        only what they can decrypt stays on disk."""
+        storage = self._checkpoints.storage
+        folder = storage.new()
+        contents = "optimizer" if save.kind is CheckpointKind.TRAINING else "adapter"
+        size = await self._backend.save(live.run.id, storage.path(folder), contents)
+        if not save.recipients:
+            return folder, size
+        encrypted = storage.new()
+        try:
+            size = await encrypt_folder(
+                Path(storage.path(folder)), Path(storage.path(encrypted)), save.recipients
+            )
+        finally:
+            await asyncio.to_thread(storage.remove, folder)
+        return encrypted, size
 
     async def _publish(self, job: Job, live: LiveRun, publish: Publish) -> Executed:
         assert live.run.session_id is not None

@@ -3,10 +3,11 @@ journal after a restart, by the same code."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from backends.contract import ForwardBackward, OptimStep
+from server.checkpoints.encryption import check_recipients
 from server.core.errors import BadInput
 from server.core.limits import check_ttl
 from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_path
@@ -38,6 +39,8 @@ class SaveCheckpoint:
     ttl_seconds: int | None
     overwrite: bool
     user_metadata: dict[str, str]
+    recipients: tuple[str, ...] = ()
+    """Who alone shall be able to read the files, as age knows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +78,8 @@ def decode_body(kind: Kind, body: bytes, content_type: str) -> Operation:
             return _publish(parse_json(wire.SaveWeightsForSampler, body))
         case Kind.SAVE_EXTERNAL:
             external = parse_json(wire.SaveWeightsExternal, body)
-            if external.age_encryption_recipients:
-                raise BadInput("age_encryption_recipients: encryption is not available here yet")
-            return _save(CheckpointKind.EXTERNAL, external)
+            recipients = check_recipients(external.age_encryption_recipients)
+            return replace(_save(CheckpointKind.EXTERNAL, external), recipients=recipients)
         case Kind.SAMPLE:
             raise AssertionError("samples are not run operations")
 

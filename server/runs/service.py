@@ -13,7 +13,14 @@ from backends.contract import AdapterSpec
 from server.catalogue import Catalogue
 from server.checkpoints.service import Checkpoints
 from server.core.errors import BadInput
-from server.core.ids import RunId, SessionId, new_folder_name, request_id, run_id
+from server.core.ids import (
+    RunId,
+    SessionId,
+    holder_id,
+    new_folder_name,
+    request_id,
+    run_id,
+)
 from server.core.limits import text_metadata
 from server.core.paths import parse_path
 from server.core.records import Checkpoint, LoraShape, Request, Run, Tenant
@@ -140,11 +147,14 @@ class Runs:
             lambda db: queries.page(db, tenant.id, limit, offset, project)
         )
 
-    async def add_holder(self, tenant: Tenant, source: Checkpoint, project: str) -> Run:
-        """A run that only holds copied checkpoints: they need a path of their owner's own."""
+    async def add_holder(
+        self, tenant: Tenant, source: Checkpoint, project: str, idempotency_key: str | None
+    ) -> Run:
+        """A run that only holds copied checkpoints: they need a path of their owner's own. A
+        repeated request gets the first one's."""
         now = self._clock()
         run = Run(
-            id=RunId(f"copy-{new_folder_name()}"),
+            id=holder_id(tenant.id, idempotency_key or new_folder_name()),
             session_id=None,
             owner=tenant.id,
             project=project,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from server.wire.json_shapes import WireModel
+from server.wire.json_shapes import Numbers, WireModel
 from server.wire.training import MAX_SEQ_ID
 
 
@@ -53,7 +53,7 @@ class RunRequest(WireModel):
     seq_id: int = Field(ge=1, le=MAX_SEQ_ID)
 
 
-class AdamParams(WireModel):
+class AdamParams(Numbers):
     """The documented defaults: older SDKs send only what the user set."""
 
     learning_rate: float = 1e-4

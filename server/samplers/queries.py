@@ -6,7 +6,7 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import SamplingSessionId, SessionId
-from server.core.records import SamplingSession
+from server.core.records import SamplerKind, SamplingSession
 from server.store.rows import SamplingSessionRow, columns, value
 
 
@@ -41,5 +41,8 @@ async def next_clone(db: AsyncSession, sampler: SamplingSessionId) -> int:
 
 
 async def folders(db: AsyncSession) -> set[str]:
-    query = select(SamplingSessionRow.folder).where(SamplingSessionRow.folder.is_not(None))
+    """Of the samplers without a name; those on a checkpoint have its folder while it lives."""
+    query = select(SamplingSessionRow.folder).where(
+        SamplingSessionRow.kind == SamplerKind.SNAPSHOT, SamplingSessionRow.folder.is_not(None)
+    )
     return {folder for folder in await db.scalars(query) if folder}

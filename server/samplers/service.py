@@ -27,6 +27,7 @@ from server.core.paths import CheckpointKind, parse_path
 from server.core.recent import Recent
 from server.core.records import Request, SamplerKind, SamplingSession, Tenant
 from server.core.requests import Kind
+from server.core.usage import Sampled
 from server.runs.registry import Registry
 from server.samplers import queries
 from server.samplers.validation import check_sample_request
@@ -266,7 +267,9 @@ class Samplers:
         match await self._generate(engine, sample):
             case SampleResult() as result:
                 encoded = encode_sample_result(result, target_layout(body))
-                return Outcome(result=encoded, result_type=PROTOBUF)
+                return Outcome(
+                    result=encoded, result_type=PROTOBUF, sampled=_cost(sample, result)
+                )
             case Failure(message=message, category=category):
                 return Outcome(error=message, error_category=category)
 
@@ -276,6 +279,7 @@ class Samplers:
         """A sample survives the loss of its engine: it is asked again of the next one."""
         last = ""
         for attempt in range(1, _ATTEMPTS + 1):
+            self._ledger.mark_started([RequestId(sample.request_id)])
             try:
                 return await engine.sample(sample)
             except BackendError as error:
@@ -286,3 +290,12 @@ class Samplers:
         return Failure(
             message=f"the sampling engine failed {_ATTEMPTS} times: {last}", category="server"
         )
+
+
+def _cost(sample: SampleRequest, result: SampleResult) -> Sampled:
+    prompt = len(sample.prompt)
+    return Sampled(
+        prompt=prompt,
+        cached=min(result.prompt_cache_hit_tokens, prompt),
+        generated=sum(len(sequence.tokens) for sequence in result.sequences),
+    )

@@ -36,6 +36,7 @@ async def finish(db: AsyncSession, request: Request) -> bool:
     False. The payload goes, unless the run may have to be played again."""
     values: dict[str, Any] = {
         "state": request.state,
+        "started_at": request.started_at,
         "finished_at": request.finished_at,
         "finished_no": request.finished_no,
         "result": request.result,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from server.core.errors import Gone, NotFound
 from server.core.ids import RequestId, SamplingSessionId, TenantId
 from server.core.records import Request
 from server.core.requests import NEXT, State
+from server.core.usage import Sampled
 from server.store import journal
 from server.store.bell import Bell
 from server.store.database import Database, Work
@@ -28,6 +29,7 @@ log = structlog.get_logger()
 
 Also = Callable[[AsyncSession], Awaitable[None]]
 """More to write in the commit that stores a request or its result."""
+OnFinish = Callable[[AsyncSession, Request, "Outcome"], Awaitable[None]]
 
 _CACHED_RESULT_BYTES = 64 * 2**20
 _RETRY_S = 1.0
@@ -45,6 +47,8 @@ class Outcome:
     result_type: str | None = None
     error: str | None = None
     error_category: str | None = None
+    sampled: Sampled | None = None
+    """What a sample cost."""
 
     @property
     def state(self) -> State:
@@ -69,6 +73,11 @@ class Ledger:
         self._waiting: dict[RequestId, Request] = {}
         self._recent = _RecentResults(_CACHED_RESULT_BYTES)
         self._finished_no = 0
+        self._listeners: list[OnFinish] = []
+
+    def listen(self, listener: OnFinish) -> None:
+        """Have it write along whenever an outcome is stored, in the same commit."""
+        self._listeners.append(listener)
 
     async def start(self) -> list[Request]:
         """Read where the last process stopped; returns the requests it left unfinished."""
@@ -80,6 +89,14 @@ class Ledger:
     def waiting(self, request: RequestId) -> Request:
         """A request that has no outcome yet, without its payload."""
         return self._waiting[request]
+
+    def mark_started(self, requests: Iterable[RequestId]) -> None:
+        """They have been taken up now. Kept in memory until they finish: a crash starts them
+        again."""
+        now = self._clock()
+        for id_ in requests:
+            if waiting := self._waiting.get(id_):
+                self._waiting[id_] = replace(waiting, started_at=now)
 
     def wake_all(self) -> None:
         """End every wait, finished or not: the server is going away."""
@@ -126,14 +143,25 @@ class Ledger:
         async def work(db: AsyncSession) -> list[Request]:
             if also is not None:
                 await also(db)
-            finished = [self._finished(request, outcome) for request, outcome in ended]
-            return [request for request in finished if await journal.finish(db, request)]
+            return [
+                finished
+                for request, outcome in ended
+                if await self._store(db, finished := self._finished(request, outcome), outcome)
+            ]
 
         for stored in await self._write_surely(work):
             self._recent.put(stored)
         for request, _ in ended:
             self._waiting.pop(request.id, None)
             self._wake(request)
+
+    async def _store(self, db: AsyncSession, finished: Request, outcome: Outcome) -> bool:
+        """Whether it was the first outcome: only that one is told of."""
+        first = await journal.finish(db, finished)
+        if first:
+            for listener in self._listeners:
+                await listener(db, finished, outcome)
+        return first
 
     def _finished(self, request: Request, outcome: Outcome) -> Request:
         """Called by the writer, so that the numbers grow in the order of the commits: a poll
@@ -144,6 +172,7 @@ class Ledger:
             request,
             payload=None,
             state=outcome.state,
+            started_at=self._waiting.get(request.id, request).started_at,
             finished_at=self._clock(),
             finished_no=self._finished_no,
             result=outcome.result,

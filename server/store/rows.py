@@ -115,6 +115,7 @@ class RequestRow(Base):
     payload_type: Mapped[str]
     tokens: Mapped[int]
     state: Mapped[str]
+    started_at: Mapped[float | None]
     finished_at: Mapped[float | None] = mapped_column(index=True)
     finished_no: Mapped[int | None] = mapped_column(BigInteger)
     result: Mapped[bytes | None]

@@ -40,6 +40,23 @@ async def revoke_keys(db: AsyncSession, name: str, now: float) -> int:
     return result.rowcount
 
 
+async def revoke_key(db: AsyncSession, digest: str, now: float) -> None:
+    await db.execute(
+        update(ApiKeyRow)
+        .where(ApiKeyRow.digest == digest, ApiKeyRow.revoked_at.is_(None))
+        .values(revoked_at=now)
+    )
+
+
+async def holders(db: AsyncSession, name: str) -> list[Tenant]:
+    """Whose the valid keys of that name are, one for each."""
+    query = select(ApiKeyRow).where(ApiKeyRow.name == name, ApiKeyRow.revoked_at.is_(None))
+    return [
+        Tenant(id=TenantId(row.tenant), project=row.project, name=row.name)
+        for row in await db.scalars(query)
+    ]
+
+
 async def list_keys(db: AsyncSession) -> list[tuple[str, str, str, float, float | None]]:
     """(name, tenant, project, created_at, revoked_at) of every key, oldest first."""
     query = select(ApiKeyRow).order_by(ApiKeyRow.created_at)

@@ -42,6 +42,16 @@ class WireModel(BaseModel):
         return value
 
 
+class Numbers(WireModel):
+    """Settings where null is a mistake: it is how the SDK writes NaN and infinity, and a default
+    in its place would hide that."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return value
+
+
 Model = TypeVar("Model", bound=WireModel)
 
 

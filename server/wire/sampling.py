@@ -9,14 +9,14 @@ from pydantic import Field
 
 from backends.contract import ModelInfo, SampleRequest
 from server.core.errors import BadInput
-from server.wire.json_shapes import ModelInputBody, TensorBody, WireModel, parse_json
+from server.wire.json_shapes import ModelInputBody, Numbers, TensorBody, WireModel, parse_json
 from server.wire.tensors import CellBudget, SparseLayout, sparse_layout, to_dense
 
 _NOT_ASKED = -1
 _TARGETS = "target_prompt_logprobs"
 
 
-class SamplingParams(WireModel):
+class SamplingParams(Numbers):
     """SDK 0.16 leaves out what its user did not set, so these defaults are the SDK's own."""
 
     max_tokens: int | None = None

@@ -28,21 +28,28 @@ SETTINGS = {
 }
 
 
+# The SDK never closes the connections of its pools: they go with the process, some of them after
+# the last test, where only the settings of the whole run apply.
+SDK_LEAKS = [
+    r"ignore:unclosed transport <_SelectorSocketTransport:ResourceWarning",
+    r"ignore:unclosed <socket.socket .*raddr=\('127.0.0.1':ResourceWarning",
+    r"ignore:Exception ignored in. <(socket.socket .*raddr=\('127.0.0.1'|function _SelectorTr)"
+    r":pytest.PytestUnraisableExceptionWarning",
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for leak in SDK_LEAKS:
+        config.addinivalue_line("filterwarnings", leak)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The SDK leaves the connections of its pools open until the process ends, and warns of
-    `load_state`, which the server must still answer."""
+    """`load_state` is deprecated in the SDK; the server must still answer it."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning"))
-            item.add_marker(
-                pytest.mark.filterwarnings(
-                    "ignore:Exception ignored in. <(socket|function _SelectorTransport)"
-                    ":pytest.PytestUnraisableExceptionWarning"
-                )
-            )
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ once with a 4xx that has a body, and the server and its runs go on. Issue 2 item
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import zlib
@@ -14,7 +15,7 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.e2e.client import MODEL, PROTOBUF, Raw, assert_same, pass_body, prompt, sft, text
+from tests.e2e.client import MODEL, PROTOBUF, Raw, assert_same, pass_body, prompt, text
 from tests.e2e.conftest import MAX_BODY_BYTES
 from tests.running_server import RunningServer
 
@@ -41,8 +42,7 @@ def refused(answer: Any, *words: str, status: int = 400) -> None:
         assert word in body["detail"], body
 
 
-def zstd(body: bytes) -> dict[str, Any]:
-    return {**PROTOBUF, "content-encoding": "zstd"}
+ZSTD = {**PROTOBUF, "content-encoding": "zstd"}
 
 
 BROKEN_PROTOBUF = {
@@ -132,7 +132,7 @@ def test_a_tensor_that_contradicts_itself_fails_its_request(
     """The envelope can be read, so its number is used up, and the future says why."""
     message = pb.ForwardBackwardRequest()
     message.ParseFromString(BROKEN_TENSORS[kind])
-    message.model_id, message.seq_id = run, _next_seq(raw, run)
+    message.model_id, message.seq_id = run, _next_seq()
     answer = raw.outcome(
         raw.promise("forward_backward", message.SerializeToString(), headers=PROTOBUF)
     )
@@ -140,26 +140,33 @@ def test_a_tensor_that_contradicts_itself_fails_its_request(
     assert "target_tokens" in answer.json()["error"]
 
 
-_used: dict[str, int] = {}
+_seqs = itertools.count(2)
 
 
-def _next_seq(raw: Raw, run: str) -> int:
-    _used[run] = _used.get(run, 1) + 1
-    return _used[run]
+def _next_seq() -> int:
+    return next(_seqs)
+
+
+def test_an_empty_batch_fails_its_request(raw: Raw, run: str) -> None:
+    """The SDK does not send one."""
+    seq = _next_seq()
+    answer = raw.outcome(raw.forward_backward(run, seq, []))
+    assert answer.json()["category"] == "user"
+    assert "at least 1" in answer.json()["error"]
 
 
 def test_a_body_that_is_no_zstd_is_refused(raw: Raw, run: str) -> None:
-    refused(raw.post("forward_backward", b"not zstd at all", headers=zstd(b"")), "zstd")
+    refused(raw.post("forward_backward", b"not zstd at all", headers=ZSTD), "zstd")
 
 
 def test_a_cut_zstd_is_refused(raw: Raw, run: str) -> None:
     packed = zstandard.compress(pass_body(run, 1000))
-    refused(raw.post("forward_backward", packed[:-5], headers=zstd(b"")), "zstd")
+    refused(raw.post("forward_backward", packed[:-5], headers=ZSTD), "zstd")
 
 
 def test_zstd_with_something_behind_it_is_refused(raw: Raw, run: str) -> None:
     packed = zstandard.compress(pass_body(run, 1000)) + b"more"
-    refused(raw.post("forward_backward", packed, headers=zstd(b"")))
+    refused(raw.post("forward_backward", packed, headers=ZSTD))
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -172,7 +179,7 @@ def test_a_zstd_bomb_is_refused_before_it_unpacks(raw: Raw, run: str, sized: boo
     packed = b"".join(packer.compress(block) for _ in range(2**5)) + packer.flush()
     assert len(packed) < 100_000
     started = time.monotonic()
-    answer = raw.post("forward_backward", packed, headers=zstd(b""))
+    answer = raw.post("forward_backward", packed, headers=ZSTD)
     refused(answer, str(MAX_BODY_BYTES), status=413)
     assert time.monotonic() - started < AT_ONCE_S
 
@@ -193,7 +200,7 @@ def test_zstd_works(raw: Raw) -> None:
     plain, packed = raw.run(), raw.run()
     raw.forward_backward(plain, 1)
     body = zstandard.compress(pass_body(packed, 1))
-    raw.promise("forward_backward", body, headers=zstd(b""))
+    raw.promise("forward_backward", body, headers=ZSTD)
     metrics = [raw.outcome(raw.optim_step(one, 2)).json()["metrics"] for one in (plain, packed)]
     assert metrics[0] == metrics[1]
 
@@ -422,12 +429,11 @@ def test_the_run_survived_it_all(raw: Raw, run: str, server: RunningServer) -> N
     """Its gradient is the one of its first request alone."""
     twin = raw.run(seed=5)
     raw.forward_backward(twin, 1)
-    last = _next_seq(raw, run)
+    last = _next_seq()
     metrics = [
         raw.outcome(raw.optim_step(one, seq)).json()["metrics"]
         for one, seq in ((run, last), (twin, 2))
     ]
     assert metrics[0] == metrics[1]
     assert_same(raw.logprobs(run, last + 1), raw.logprobs(twin, 3), 1e-5)
-    assert sft(text(1))
     assert not [line for line in server.log.read_text().splitlines() if "request_failed" in line]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ ONES = [1.0] * 5
 OUTSIDE = sft([*text(4, 7), VOCAB_SIZE, *text(4, 3)])
 
 BAD_PASSES: dict[str, tuple[list[types.Datum], str, dict[str, Any] | None, tuple[str, ...]]] = {
-    "an empty batch": ([], "cross_entropy", None, ("data", "at least 1")),
     "an empty datum": (
         [_datum({"target_tokens": [], "weights": []}, [])],
         "cross_entropy",
@@ -184,22 +183,29 @@ BAD_PASSES: dict[str, tuple[list[types.Datum], str, dict[str, Any] | None, tuple
 
 
 @pytest.fixture(scope="module")
-def run(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    """All the refusals of this file happen to one run."""
-    return new_run(service, seed=11)
+def run(service: tinker.ServiceClient) -> Iterator[tinker.TrainingClient]:
+    """All the refusals of this file happen to one run; in the end its weights are those of a run
+    that never saw any."""
+    run, spared = new_run(service, seed=11), new_run(service, seed=11)
+    yield run
+    assert_same(fingerprint(run), fingerprint(spared), 1e-5)
+
+
+@pytest.fixture(scope="module")
+def gradient_norm(run: tinker.TrainingClient) -> float:
+    wait(run.forward_backward(DATA, "cross_entropy"))
+    return wait(run.optim_step(adam(0.0))).metrics["grad_norm"]
 
 
 @pytest.fixture
-def untouched(service: tinker.ServiceClient, run: tinker.TrainingClient):  # noqa: ANN201
-    """A gradient waits during the test, and nothing else has happened to it afterwards."""
-    before = wait(run.save_state(fresh("before"))).path
+def untouched(run: tinker.TrainingClient, gradient_norm: float) -> Iterator[None]:
+    """A gradient waits during the test, and is what a step finds afterwards. (The step has a
+    learning rate of 0, so the next test finds the same run.)"""
     wait(run.forward_backward(DATA, "cross_entropy"))
     yield
-    metrics = wait(run.optim_step(adam())).metrics
-    twin = wait(service.create_training_client_from_state_with_optimizer(before))
-    wait(twin.forward_backward(DATA, "cross_entropy"))
-    assert metrics == pytest.approx(wait(twin.optim_step(adam())).metrics, rel=1e-5)
-    assert_same(fingerprint(run), fingerprint(twin), 1e-5)
+    metrics = wait(run.optim_step(adam(0.0))).metrics
+    assert metrics["num_gradients"] == 1
+    assert metrics["grad_norm"] == gradient_norm
 
 
 @pytest.mark.parametrize("kind", BAD_PASSES)
@@ -229,6 +235,7 @@ def test_a_bad_batch_is_a_user_error_and_leaves_no_trace(
 def test_a_step_with_an_impossible_setting_is_refused(
     run: tinker.TrainingClient, untouched: None, field: str, value: float
 ) -> None:
+    """NaN and infinity leave the SDK as null, which must not mean "the default"."""
     with refused(field):
         wait(run.optim_step(types.AdamParams(**{field: value})))
 
@@ -385,6 +392,7 @@ def test_a_checkpoint_of_another_rank_or_other_flags_or_another_model_is_refused
     [
         ({"max_tokens": 0}, ("max_tokens",)),
         ({"temperature": -0.5}, ("temperature",)),
+        ({"temperature": math.nan}, ("temperature",)),
         ({"top_p": 0.0}, ("top_p",)),
         ({"top_p": 1.5}, ("top_p",)),
         ({"top_k": 0}, ("top_k",)),

@@ -1,0 +1,117 @@
+"""What the service asks the database about usage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Row, func, insert, literal, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from server.core.ids import SessionId, TenantId
+from server.core.records import Request
+from server.core.usage import Counts
+from server.store.history_rows import UsageRow
+from server.store.rows import CheckpointRow, RunRow, SamplingSessionRow, SessionRow
+
+_COUNTS = ("trained", "prefilled", "prefilled_cached", "sampled", "checkpoints")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What one session used of one base model within an hour."""
+
+    hour: int
+    base_model: str
+    session_id: SessionId | None
+    project: str | None
+    """Of the session as it is now."""
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The checkpoints of a tenant in one project."""
+
+    project: str
+    count: int
+    size_bytes: int
+
+
+async def add(db: AsyncSession, request: Request, counts: Counts, hour: int) -> None:
+    """Store what a request used; which session and base model it was for is looked up here."""
+    of_run = request.run_id is not None
+    source: Any = RunRow if of_run else SamplingSessionRow
+    values: dict[str, Any] = {
+        "request_id": literal(request.id),
+        "kind": literal(request.kind.value),
+        "owner": literal(request.owner),
+        "session_id": source.session_id,
+        "base_model": source.base_model,
+        "hour": literal(hour),
+        **{name: literal(count) for name, count in asdict(counts).items()},
+    }
+    found = select(*values.values()).where(
+        source.id == (request.run_id if of_run else request.sampling_session_id)
+    )
+    await db.execute(insert(UsageRow).from_select(list(values), found))
+
+
+async def buckets(db: AsyncSession, owner: TenantId, since: int, before: int) -> list[Bucket]:
+    """A tenant's usage by hour, base model and session, from one hour to before another."""
+    keys = (UsageRow.hour, UsageRow.base_model, UsageRow.session_id, SessionRow.project)
+    sums = (func.sum(getattr(UsageRow, name)).label(name) for name in _COUNTS)
+    query = (
+        select(*keys, *sums)
+        .outerjoin(SessionRow, SessionRow.id == UsageRow.session_id)
+        .where(UsageRow.owner == owner, UsageRow.hour >= since, UsageRow.hour < before)
+        .group_by(*keys)
+        .order_by(UsageRow.hour)
+    )
+    return [_bucket(row) for row in await db.execute(query)]
+
+
+def _bucket(row: Row[Any]) -> Bucket:
+    # PostgreSQL adds big integers up to decimals.
+    counts = Counts(**{name: int(getattr(row, name)) for name in _COUNTS})
+    return Bucket(
+        hour=row.hour,
+        base_model=row.base_model,
+        session_id=row.session_id,
+        project=row.project,
+        counts=counts,
+    )
+
+
+async def metadata(
+    db: AsyncSession, owner: TenantId, since: int, before: int
+) -> dict[SessionId, dict[str, Any]]:
+    """What clients have written on the sessions with usage in those hours."""
+    used = select(UsageRow.session_id).where(
+        UsageRow.owner == owner, UsageRow.hour >= since, UsageRow.hour < before
+    )
+    query = select(SessionRow.id, SessionRow.user_metadata).where(SessionRow.id.in_(used))
+    return {SessionId(id_): found for id_, found in await db.execute(query)}
+
+
+async def stored(
+    db: AsyncSession, owner: TenantId, project: str | None, now: float
+) -> list[Stored]:
+    """A tenant's checkpoints that have not expired, by project."""
+    # A checkpoint moves with its session, as the runs do.
+    place = func.coalesce(SessionRow.project, CheckpointRow.project).label("place")
+    query = (
+        select(place, func.count(), func.sum(CheckpointRow.size_bytes))
+        .join(RunRow, RunRow.id == CheckpointRow.run_id)
+        .outerjoin(SessionRow, SessionRow.id == RunRow.session_id)
+        .where(CheckpointRow.owner == owner)
+        .where(CheckpointRow.expires_at.is_(None) | (CheckpointRow.expires_at > now))
+        .group_by(place)
+        .order_by(place)
+    )
+    if project is not None:
+        query = query.where(place == project)
+    return [
+        Stored(project=where, count=count, size_bytes=int(size))
+        for where, count, size in await db.execute(query)
+    ]

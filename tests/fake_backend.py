@@ -1,0 +1,216 @@
+"""A backend in memory that keeps both protocols: small honest arithmetic in which the order of
+requests matters, and tokens that make it fail in chosen ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from backends.contract import (
+    AdapterSpec,
+    BackendError,
+    Contents,
+    Failure,
+    ForwardBackward,
+    LossResult,
+    LossSignature,
+    ModelInfo,
+    OptimStep,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    StepResult,
+)
+
+REFUSED_TOKEN = 13
+"""Its request comes back as a Failure of its user."""
+DEADLY_TOKEN = 66
+"""The backend dies of it, with every run in it."""
+BUG_TOKEN = 77
+"""The call raises something that no contract speaks of."""
+
+INFO = ModelInfo(
+    vocab_size=100,
+    max_context_length=64,
+    num_parameters=1000,
+    dtype="float32",
+    device="cpu",
+    trainable_groups=("attn", "mlp", "unembed"),
+    eos_token_ids=(2,),
+    losses={"cross_entropy": LossSignature(required=("target_tokens",), optional=("weights",))},
+)
+
+
+@dataclass
+class FakeRun:
+    """`weight` after a step depends on all gradients and steps before it, and on their order."""
+
+    spec: AdapterSpec
+    weight: float = 1.0
+    moment: float = 0.0
+    gradient: float = 0.0
+    steps: int = 0
+
+
+class FakeBackend:
+    """`hold` it to keep calls waiting; `kill` it to lose what is in memory. Like the supervised
+    worker, the first call after a death starts it again."""
+
+    def __init__(self) -> None:
+        self.generation = 1
+        self.alive = True
+        self.runs: dict[str, FakeRun] = {}
+        self.passes: list[list[str]] = []
+        """The runs of each forward_backward call."""
+        self.steps: list[list[str]] = []
+        self.calls: list[str] = []
+        self.sampled: list[SampleRequest] = []
+        self.die_in: dict[str, int] = {}
+        """After how many more calls of a method it dies in one."""
+        self.pass_seconds = 0.0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._cancelled: set[str] = set()
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def let_go(self) -> None:
+        self._open.set()
+
+    def kill(self) -> None:
+        self.alive = False
+        self.runs = {}
+
+    async def stop(self, grace_s: float) -> None:
+        self.kill()
+
+    async def describe(self) -> ModelInfo:
+        await self._enter("describe")
+        return INFO
+
+    async def create(self, run: str, spec: AdapterSpec) -> None:
+        await self._enter("create")
+        self.runs[run] = FakeRun(spec)
+
+    async def forward_backward(
+        self, requests: Sequence[ForwardBackward]
+    ) -> list[LossResult | Failure]:
+        await self._enter("forward_backward")
+        self.passes.append([request.run for request in requests])
+        await asyncio.sleep(self.pass_seconds)
+        tokens = {int(t) for request in requests for datum in request.data for t in datum.tokens}
+        if DEADLY_TOKEN in tokens:
+            self._die()
+        results = [self._pass(request) for request in requests]
+        if BUG_TOKEN in tokens:
+            raise ZeroDivisionError("a bug of the backend")
+        return results
+
+    async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
+        await self._enter("optim_step")
+        self.steps.append([step.run for step in steps])
+        assert len({step.run for step in steps}) == len(steps)
+        return [self._step(step) for step in steps]
+
+    async def save(self, run: str, directory: str, contents: Contents) -> int:
+        await self._enter("save")
+        state = self._run(run)
+        folder = Path(directory)
+        assert not folder.exists()
+        folder.mkdir()
+        written = {"contents": contents, **asdict(state)}
+        (folder / "adapter_model.safetensors").write_text(json.dumps(written))
+        return (folder / "adapter_model.safetensors").stat().st_size
+
+    async def load(self, run: str, directory: str, contents: Contents) -> AdapterSpec:
+        await self._enter("load")
+        file = Path(directory) / "adapter_model.safetensors"
+        if not file.exists():
+            raise BackendError(f"{directory} holds no run")
+        saved = json.loads(file.read_text())
+        state = FakeRun(AdapterSpec(**saved["spec"]), weight=saved["weight"])
+        if contents != "adapter":
+            state.moment, state.steps = saved["moment"], saved["steps"]
+        if contents == "snapshot":
+            assert saved["contents"] == "snapshot"
+            state.gradient = saved["gradient"]
+        self.runs[run] = state
+        return state.spec
+
+    async def unload(self, run: str) -> None:
+        await self._enter("unload")
+        self.runs.pop(run, None)
+
+    async def sample(self, request: SampleRequest) -> SampleResult | Failure:
+        await self._enter("sample")
+        self.sampled.append(request)
+        if DEADLY_TOKEN in request.prompt:
+            self._die()
+        if BUG_TOKEN in request.prompt:
+            raise ZeroDivisionError("a bug of the engine")
+        if request.request_id in self._cancelled:
+            return Failure(message="cancelled", category="user")
+        if request.adapter is not None and not Path(request.adapter).is_dir():
+            return Failure(message="the adapter cannot be loaded", category="server")
+        sequence = SampledSequence(
+            tokens=np.full(request.max_tokens, 5, dtype=np.int32),
+            logprobs=np.zeros(request.max_tokens, dtype=np.float32),
+            stop_reason="length",
+        )
+        return SampleResult(sequences=(sequence,) * request.num_samples)
+
+    async def cancel(self, request_id: str) -> None:
+        self._cancelled.add(request_id)
+
+    async def _enter(self, call: str) -> None:
+        await self._open.wait()
+        self.calls.append(call)
+        if not self.alive:
+            self.alive = True
+            self.generation += 1
+        if call in self.die_in:
+            self.die_in[call] -= 1
+            if self.die_in[call] < 0:
+                del self.die_in[call]
+                self._die()
+
+    def _die(self) -> None:
+        self.kill()
+        raise BackendError("the worker ended with code -9")
+
+    def _run(self, run: str) -> FakeRun:
+        if run not in self.runs:
+            raise BackendError(f"run {run} is not loaded")
+        return self.runs[run]
+
+    def _pass(self, request: ForwardBackward) -> LossResult | Failure:
+        if request.run not in self.runs:
+            return Failure(message=f"run {request.run} is not loaded", category="server")
+        state = self.runs[request.run]
+        if any(REFUSED_TOKEN in datum.tokens for datum in request.data):
+            return Failure(message="the loss is not finite", category="user")
+        total = float(sum(int(datum.tokens.sum()) for datum in request.data))
+        if request.backward:
+            state.gradient += total
+        outputs = tuple(_outputs(len(datum.tokens)) for datum in request.data)
+        return LossResult(outputs=outputs, metrics={"loss:sum": total * state.weight})
+
+    def _step(self, step: OptimStep) -> StepResult | Failure:
+        if step.run not in self.runs:
+            return Failure(message=f"run {step.run} is not loaded", category="server")
+        state = self.runs[step.run]
+        state.moment = 0.5 * state.moment + state.gradient
+        state.weight = 0.9 * state.weight + step.learning_rate * state.moment
+        state.gradient, state.steps = 0.0, state.steps + 1
+        return StepResult(metrics={"weight": state.weight, "steps": float(state.steps)})
+
+
+def _outputs(length: int) -> dict[str, np.ndarray]:
+    zeros = np.zeros(length, dtype=np.float32)
+    return {"logprobs": zeros, "elementwise_loss": zeros}
