@@ -20,12 +20,17 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install model quickstart test check clean
+.PHONY: help install model quickstart test test-sdks check clean
+
+# SDKs that users still have: the oldest is in every test run, all of them in `make test-sdks`.
+OLDEST_SDK := 0.16.1
+SDKS := $(OLDEST_SDK) 0.22.7 0.25.0 0.30.4 0.36.0
+sdk_venvs = $(foreach sdk,$(1),$(VENV)-sdk-$(sdk)/.installed)
 
 help: ## Show this list
 	@echo "Hearth: train and sample many LoRA adapters on one warm base model."
 	@echo
-	@sed -n 's/^\([a-z]*\):.* ## \(.*\)/  make \1|\2/p' Makefile \
+	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1|\2/p' Makefile \
 		| while IFS='|' read -r target text; do printf '%-17s %s\n' "$$target" "$$text"; done
 
 install: $(INSTALLED) ## Make .venv with Hearth, the SDK and the tools for development
@@ -54,8 +59,18 @@ $(WEIGHTS): | $(INSTALLED)
 quickstart: install model ## Start a server, train a small model on it, look at the result
 	@$(BIN)/python client_examples/quickstart.py $(ARGS)
 
-test: install model ## Run every test
+test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-sdks: install $(call sdk_venvs,$(SDKS)) ## Run the core of the API with older SDKs
+	@HEARTH_TEST_SDKS="$(SDKS)" $(BIN)/python -m pytest tests/e2e/test_older_sdks.py $(ARGS)
+
+# Their own venvs, without torch: an SDK must not find anything of Hearth's.
+$(VENV)-sdk-%/.installed: | $(INSTALLED)
+	@echo "Installing tinker $* into $(@D) ..."
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install tinker==$* numpy
+	@touch $@
 
 check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/ruff check
@@ -64,4 +79,4 @@ check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/lint-imports
 
 clean: ## Remove everything that make made
-	rm -rf $(VENV) $(MODEL_DIR) quickstart-out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -70,7 +70,36 @@ class Datum:
     tokens: np.ndarray
     """int64[N]"""
     loss_inputs: dict[str, np.ndarray]
-    """By name, float32 or int64, [N] or [N, K]; sparse inputs arrive here dense."""
+    """By name, float32 or int64, [N] or [N, K]; sparse inputs arrive here dense. Those that only
+    a custom loss reads may have any length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLossInput:
+    name: str
+    rank: int
+    """0 a number, 1 [N], 2 [N, K]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLossNode:
+    """One node of a traced loss, as torch.fx records it and the SDK encodes it."""
+
+    op: str
+    name: str
+    target: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    """A loss of the client's own, as data: from a datum's logprobs to a scalar and metrics."""
+
+    name: str
+    inputs: tuple[CustomLossInput, ...]
+    """`logprobs` first, with the rank of `target_tokens`."""
+    nodes: tuple[CustomLossNode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +111,8 @@ class ForwardBackward:
     loss: str
     loss_config: dict[str, float | str] = field(default_factory=dict)
     backward: bool = True
+    custom_loss: CustomLoss | None = None
+    """What is computed instead of `loss`, which is "custom" then."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +124,8 @@ class LossResult:
     """What one ForwardBackward gives back."""
 
     outputs: tuple[dict[str, np.ndarray], ...]
-    """One a datum: `logprobs` float32 [N] or [N, K], `elementwise_loss` float32 likewise."""
+    """One a datum: `logprobs` float32 [N] or [N, K], `elementwise_loss` float32 likewise
+    (a custom loss has none)."""
     metrics: dict[str, float]
     """Always `loss:sum`; every name has exactly one colon, before its reduction."""
 
@@ -203,6 +235,10 @@ class TrainingBackend(Protocol):
     """
 
     async def describe(self) -> ModelInfo: ...
+
+    async def check_loss(self, loss: CustomLoss) -> str | None:
+        """Why the loss cannot be run, naming the node, or None."""
+        ...
 
     async def create(self, run: str, spec: AdapterSpec) -> None:
         """Give the run a fresh adapter; an existing one is replaced."""

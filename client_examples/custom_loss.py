@@ -53,7 +53,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--traced", action="store_true", help="hand the loss over as a graph")
     return parser.parse_args()
 

@@ -34,7 +34,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=4e-4)
     return parser.parse_args()
 
 

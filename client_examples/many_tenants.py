@@ -35,7 +35,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--api-keys", type=lambda keys: keys.split(","), default=[])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     return parser.parse_args()
 
 

@@ -14,13 +14,29 @@ from pathlib import Path
 from typing import Protocol
 
 import structlog
-from fastapi import APIRouter, FastAPI
+from alembic.util import CommandError
+from fastapi import FastAPI
 
 from backends.contract import BackendError, ModelInfo, SamplingEngine
 from backends.workers.subprocess import SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
-from server.api import checkpoints, client, errors, futures, sampling, sessions, training
+from server.api import (
+    archives,
+    audit,
+    auth,
+    checkpoints,
+    client,
+    errors,
+    futures,
+    sampling,
+    search,
+    sessions,
+    traces,
+    training,
+    usage,
+)
 from server.api.rooms import Rooms
+from server.audit.service import Audit
 from server.catalogue import Catalogue, ServedModel
 from server.checkpoints import queries as checkpoint_queries
 from server.checkpoints.downloads import Downloads, load_secret
@@ -38,9 +54,28 @@ from server.store.database import AsyncSession, Database, sqlite_url
 from server.store.ledger import Ledger
 from server.store.migrate import migrate
 from server.tenancy.keys import Keys
+from server.tenancy.search import SessionSearch
 from server.tenancy.sessions import Sessions
+from server.tenancy.tokens import Tokens
+from server.traces.service import Traces
+from server.usage.service import Usage
 
 log = structlog.get_logger()
+
+_ROUTES = (
+    client,
+    auth,
+    search,
+    sessions,
+    training,
+    sampling,
+    futures,
+    checkpoints,
+    archives,
+    usage,
+    audit,
+    traces,
+)
 
 
 class StartRefused(Exception):
@@ -77,7 +112,8 @@ class Service:
         self._clock = clock
 
     async def start(self) -> None:
-        """Raises BackendError when a model cannot be loaded."""
+        """Raises BackendError when a model cannot be loaded, CommandError when the data is of a
+        newer Hearth."""
         await migrate(self._db.engine)
         self._db.start()
         await self.rooms.keys.start()
@@ -125,7 +161,10 @@ class Service:
 
     def _build_rooms(self, clock: Callable[[], float]) -> Rooms:
         settings, data = self._settings, self._settings.data
+        secret = load_secret(data / "download.key")
         ledger = Ledger(self._db, clock)
+        usage_room = Usage(self._db, clock)
+        ledger.listen(usage_room.record)
         sessions_room = Sessions(self._db, clock)
         storage = Storage(data / "weights")
         checkpoints_room = Checkpoints(self._db, storage, clock)
@@ -155,13 +194,17 @@ class Service:
         return Rooms(
             settings=settings,
             catalogue=self._catalogue,
-            keys=Keys(self._db, clock),
+            keys=Keys(self._db, clock, Tokens(load_secret(data / "jwt.key"), clock)),
             sessions=sessions_room,
             runs=runs,
             samplers=self._build_samplers(ledger, sessions_room, checkpoints_room, runs, clock),
             checkpoints=checkpoints_room,
-            downloads=Downloads(storage, load_secret(data / "download.key"), clock),
+            downloads=Downloads(storage, secret, clock),
             ledger=ledger,
+            search=SessionSearch(self._db, clock),
+            usage=usage_room,
+            audit=Audit(self._db, clock),
+            traces=Traces(self._db, data / "traces", secret, clock),
             free=self._free,
         )
 
@@ -219,7 +262,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         try:
             await service.start()
-        except (BackendError, StartRefused) as error:
+        except (BackendError, StartRefused, CommandError) as error:
             app.state.failure = error
             await service.stop()
             raise
@@ -233,10 +276,8 @@ def create_app(
     app.state.rooms = service.rooms
     app.state.failure = None
     errors.install(app)
-    api = APIRouter(prefix="/api/v1")
-    for part in (client, sessions, training, sampling, futures, checkpoints):
-        api.include_router(part.router)
-    app.include_router(api)
+    for part in _ROUTES:
+        app.include_router(part.router, prefix="/api/v1")
     return app
 
 

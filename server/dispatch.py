@@ -227,9 +227,10 @@ class Dispatcher:
         try:
             # Asking wakes a dead backend, and so settles which generation this is.
             await self._backend.describe()
+            generation = self._backend.generation
             if not creates:
                 await self._restore(live)
-            live.resident_in = self._backend.generation
+            live.resident_in = generation
         finally:
             live.restoring = False
 

@@ -40,5 +40,3 @@ class Housekeeping:
         since, before = self._results_expired_to, rooms.ledger.now() - rooms.settings.result_ttl_s
         await rooms.ledger.db.write(lambda db: journal.expire_results(db, since, before))
         self._results_expired_to = before
-        # `hearth keys create` runs in a process of its own: from the first key on, one is needed.
-        await rooms.keys.start()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator
+import tempfile
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,18 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def data(empty_database: Path) -> Iterator[Path]:
+    """A data folder with a database, in memory where that can be had: a flush costs nothing."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        shutil.copy(empty_database, Path(folder) / "hearth.db")
+        yield Path(folder)
+
+
 @pytest_asyncio.fixture
-async def db(empty_database: Path, tmp_path: Path) -> AsyncGenerator[Database]:
-    shutil.copy(empty_database, tmp_path / "hearth.db")
-    database = Database(sqlite_url(tmp_path / "hearth.db"))
+async def db(data: Path) -> AsyncGenerator[Database]:
+    database = Database(sqlite_url(data / "hearth.db"))
     database.start()
     yield database
     await database.stop()

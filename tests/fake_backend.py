@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -121,19 +122,11 @@ class FakeBackend:
     async def save(self, run: str, directory: str, contents: Contents) -> int:
         await self._enter("save")
         state = self._run(run)
-        folder = Path(directory)
-        assert not folder.exists()
-        folder.mkdir()
-        written = {"contents": contents, **asdict(state)}
-        (folder / "adapter_model.safetensors").write_text(json.dumps(written))
-        return (folder / "adapter_model.safetensors").stat().st_size
+        return _write(Path(directory), {"contents": contents, **asdict(state)})
 
     async def load(self, run: str, directory: str, contents: Contents) -> AdapterSpec:
         await self._enter("load")
-        file = Path(directory) / "adapter_model.safetensors"
-        if not file.exists():
-            raise BackendError(f"{directory} holds no run")
-        saved = json.loads(file.read_text())
+        saved = _read(Path(directory))
         state = FakeRun(AdapterSpec(**saved["spec"]), weight=saved["weight"])
         if contents != "adapter":
             state.moment, state.steps = saved["moment"], saved["steps"]
@@ -156,8 +149,8 @@ class FakeBackend:
             raise ZeroDivisionError("a bug of the engine")
         if request.request_id in self._cancelled:
             return Failure(message="cancelled", category="user")
-        if request.adapter is not None and not Path(request.adapter).is_dir():
-            return Failure(message="the adapter cannot be loaded", category="server")
+        if request.adapter is not None:
+            _read(Path(request.adapter))
         sequence = SampledSequence(
             tokens=np.full(request.max_tokens, 5, dtype=np.int32),
             logprobs=np.zeros(request.max_tokens, dtype=np.float32),
@@ -209,6 +202,19 @@ class FakeBackend:
         state.weight = 0.9 * state.weight + step.learning_rate * state.moment
         state.gradient, state.steps = 0.0, state.steps + 1
         return StepResult(metrics={"weight": state.weight, "steps": float(state.steps)})
+
+
+def _write(folder: Path, state: dict[str, Any]) -> int:
+    """As a backend must: to a folder that is not there yet."""
+    folder.mkdir()
+    return (folder / "adapter_model.safetensors").write_text(json.dumps(state))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / "adapter_model.safetensors"
+    if not file.exists():
+        raise BackendError(f"{folder} holds no run")
+    return json.loads(file.read_text())
 
 
 def _outputs(length: int) -> dict[str, np.ndarray]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from backends.contract import ForwardBackward
 from backends.losses import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
 from backends.losses.base import Loss as Loss
+from backends.losses.graph import custom_loss
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": cross_entropy.LOSS,
@@ -13,3 +15,10 @@ LOSSES: dict[str, Loss] = {
     "dro": dro.LOSS,
     "gspo": gspo.LOSS,
 }
+
+
+def loss_of(request: ForwardBackward) -> Loss:
+    """Raises LossRefusedError when the request brings a graph that is not allowed."""
+    if request.custom_loss is not None:
+        return custom_loss(request.custom_loss, len(request.data))
+    return LOSSES[request.loss]

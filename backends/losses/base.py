@@ -30,7 +30,14 @@ class Loss:
     signature: LossSignature
     compute: Callable[[Tensor, Inputs, Config], tuple[Tensor, Metrics]]
     """(lp, inputs, config) of one datum -> (elementwise loss shaped as lp, extra metrics).
-    lp is float32 (or float64, in tests) [N] or [N, K]; the inputs have its dtype."""
+    lp is float32 (or float64, in tests) [N] or [N, K]; the inputs have its dtype. The loss may
+    also be a scalar."""
+    raw_inputs: bool = False
+    """The inputs come as they were sent, `target_tokens` too, and on the CPU."""
+
+
+class LossRefusedError(Exception):
+    """The loss cannot be computed; the message says why."""
 
 
 POLICY_SIGNATURE = LossSignature(required=("target_tokens", "logprobs", "advantages"))

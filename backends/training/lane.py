@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from backends.contract import Category, Failure, ForwardBackward, LossResult
+from backends.losses import loss_of
 from backends.training.run_state import RunState
 
 
 class Lane:
-    """Collects the outputs, metrics and gradient of one ForwardBackward, or why it failed."""
+    """Collects the outputs, metrics and gradient of one ForwardBackward, or why it failed. Raises
+    LossRefusedError when its custom loss is not allowed."""
 
     def __init__(self, request: ForwardBackward, run: RunState) -> None:
         self.request = request
+        self.loss = loss_of(request)
         self.adapter = run.adapter.lane() if request.backward else run.adapter
         self._run = run
         self._outputs: dict[int, dict[str, np.ndarray]] = {}
+        self._losses: dict[int, float] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._gradient: list[Tensor] | None = None
         self._failure: Failure | None = None
@@ -35,7 +39,10 @@ class Lane:
         self, datum: int, logprobs: np.ndarray, loss: np.ndarray, metrics: dict[str, float]
     ) -> None:
         """Keep a datum's outputs, or fail over one that is not finite. May be repeated."""
-        self._outputs[datum] = {"logprobs": logprobs, "elementwise_loss": loss}
+        self._outputs[datum] = {"logprobs": logprobs}
+        if loss.shape == logprobs.shape:
+            self._outputs[datum]["elementwise_loss"] = loss
+        self._losses[datum] = float(loss.sum(dtype=np.float64))
         self._metrics[datum] = metrics
         for name, values in (("logprob", logprobs), ("loss", loss)):
             if not np.isfinite(values).all():
@@ -64,7 +71,7 @@ class Lane:
 
     def _result(self) -> LossResult:
         outputs = tuple(self._outputs[i] for i in range(len(self.request.data)))
-        loss = sum(float(o["elementwise_loss"].sum(dtype=np.float64)) for o in outputs)
+        loss = sum(self._losses[i] for i in range(len(outputs)))
         return LossResult(outputs=outputs, metrics={"loss:sum": loss, **self._reduced()})
 
     def _reduced(self) -> dict[str, float]:
@@ -76,7 +83,8 @@ class Lane:
         return {
             name: sum(values) / len(values) if name.endswith(":mean") else sum(values)
             for name, values in by_name.items()
-            if np.isfinite(values).all()
+            # What its user computed is its user's to judge.
+            if name.startswith("custom/") or np.isfinite(values).all()
         }
 
 

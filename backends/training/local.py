@@ -9,6 +9,7 @@ from backends.contract import (
     AdapterSpec,
     BackendError,
     Contents,
+    CustomLoss,
     Failure,
     ForwardBackward,
     LossResult,
@@ -17,7 +18,8 @@ from backends.contract import (
     StepResult,
 )
 from backends.lora.adapter import fresh_adapter, trained_targets
-from backends.losses import LOSSES
+from backends.losses import LOSSES, graph
+from backends.losses.base import LossRefusedError
 from backends.model import FrozenModel
 from backends.training.checks import refusal
 from backends.training.lane import Lane
@@ -42,6 +44,10 @@ class LocalTrainer:
 
     def info(self) -> ModelInfo:
         return self._info
+
+    def check_loss(self, loss: CustomLoss) -> str | None:
+        """Why the loss cannot be run, or None."""
+        return graph.refusal(loss)
 
     def create(self, run: str, spec: AdapterSpec) -> None:
         """Give the run a fresh adapter in place of what it had."""
@@ -93,7 +99,10 @@ class LocalTrainer:
         reason = refusal(request, self._info)
         if reason is not None:
             return Failure(message=reason, category="user")
-        return Lane(request, self._runs[request.run])
+        try:
+            return Lane(request, self._runs[request.run])
+        except LossRefusedError as error:
+            return Failure(message=f"custom loss: {error}", category="user")
 
 
 def _not_loaded(run: str) -> str:

@@ -17,8 +17,8 @@ from backends.batching.packing import Microbatch, Piece, pack
 from backends.contract import Datum
 from backends.lora.head import target_logprobs
 from backends.lora.linear import Segment
-from backends.losses import LOSSES
-from backends.losses.base import Metrics
+from backends.losses.base import Inputs, Loss, LossRefusedError, Metrics
+from backends.memory import is_out_of_memory
 from backends.model import FrozenModel
 from backends.training.lane import Lane
 
@@ -65,7 +65,7 @@ def _fits(model: FrozenModel, lanes: Sequence[Lane], microbatch: Microbatch) -> 
     try:
         _compute(model, lanes, microbatch)
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     else:
         return True
@@ -73,11 +73,6 @@ def _fits(model: FrozenModel, lanes: Sequence[Lane], microbatch: Microbatch) -> 
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
     return False
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """torch has a class for accelerators; its CPU allocator only has words."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _compute(model: FrozenModel, lanes: Sequence[Lane], microbatch: Microbatch) -> None:
@@ -105,10 +100,11 @@ def _forward(model: FrozenModel, lanes: Sequence[Lane], microbatch: Microbatch) 
     )
     targets = torch.from_numpy(_padded_targets(data)).to(model.device)
     logprobs = target_logprobs(hidden, model.head_weight, targets, segments)
-    return [
+    computed = (
         _loss(lanes[piece.request], piece, datum, rows)
         for piece, datum, rows in zip(microbatch.pieces, data, logprobs.split(lengths), strict=True)
-    ]
+    )
+    return [one for one in computed if one is not None]
 
 
 def _padded_targets(data: Sequence[Datum]) -> np.ndarray:
@@ -122,21 +118,36 @@ def _padded_targets(data: Sequence[Datum]) -> np.ndarray:
     return padded
 
 
-def _loss(lane: Lane, piece: Piece, datum: Datum, rows: Tensor) -> _Computed:
-    """The datum's loss from its rows [N, K of the microbatch] of target log-probabilities."""
+def _loss(lane: Lane, piece: Piece, datum: Datum, rows: Tensor) -> _Computed | None:
+    """The datum's loss from its rows [N, K of the microbatch] of target log-probabilities; None
+    once its request has failed."""
+    if lane.failed:
+        return None
     targets = datum.loss_inputs["target_tokens"]
     logprobs = rows[:, 0] if targets.ndim == 1 else rows[:, : targets.shape[1]]
-    inputs = {
-        name: torch.from_numpy(np.array(values, dtype=np.float32)).to(rows.device)
+    inputs = _inputs(lane.loss, datum, rows.device)
+    try:
+        loss, metrics = lane.loss.compute(logprobs, inputs, lane.request.loss_config)
+    except LossRefusedError as error:
+        lane.fail(f"datum {piece.datum}: {error}", "user")
+        return None
+    return _Computed(piece, logprobs, loss, metrics)
+
+
+def _inputs(loss: Loss, datum: Datum, device: torch.device) -> Inputs:
+    if loss.raw_inputs:
+        return {name: torch.from_numpy(v.copy()) for name, v in datum.loss_inputs.items()}
+    return {
+        name: torch.from_numpy(np.array(values, dtype=np.float32)).to(device)
         for name, values in datum.loss_inputs.items()
         if name != "target_tokens"
     }
-    loss, metrics = LOSSES[lane.request.loss].compute(logprobs, inputs, lane.request.loss_config)
-    return _Computed(piece, logprobs, loss, metrics)
 
 
 def _record(lanes: Sequence[Lane], computed: Sequence[_Computed]) -> None:
     """Hand each lane its datums' numbers, brought from the device in three copies."""
+    if not computed:
+        return
     logprobs = _to_numpy([c.logprobs for c in computed])
     losses = _to_numpy([c.loss for c in computed])
     scalars = [value.detach().to(torch.float64) for c in computed for value in c.metrics.values()]

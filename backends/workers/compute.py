@@ -66,6 +66,11 @@ class Compute:
                 # Before the next call, which may be a new request of the same id.
                 self._report(self._engine.take_finished())
                 self._send(call_id, messages.Done())
+            case messages.CheckLoss(loss):
+                self._attempt(
+                    lambda: self._send(call_id, messages.Checked(self._trainer.check_loss(loss))),
+                    lambda message: self._send(call_id, messages.Broke(message)),
+                )
             case messages.Stop():
                 self._stopping = True
             case _:

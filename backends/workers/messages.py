@@ -9,6 +9,7 @@ from msgspec import Struct
 from backends.contract import (
     AdapterSpec,
     Contents,
+    CustomLoss,
     Failure,
     ForwardBackward,
     LossResult,
@@ -25,6 +26,10 @@ READY_CALL = 0
 
 class Describe(Struct, frozen=True, tag=True):
     pass
+
+
+class CheckLoss(Struct, frozen=True, tag=True):
+    loss: CustomLoss
 
 
 class Create(Struct, frozen=True, tag=True):
@@ -69,7 +74,7 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 TrainingCall = Describe | Create | RunForwardBackward | RunOptimStep | Save | Load | Unload
-Call = TrainingCall | Sample | Cancel | Stop
+Call = TrainingCall | CheckLoss | Sample | Cancel | Stop
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -94,6 +99,10 @@ class Done(Struct, frozen=True, tag=True):
 
 class Described(Struct, frozen=True, tag=True):
     info: ModelInfo
+
+
+class Checked(Struct, frozen=True, tag=True):
+    refusal: str | None
 
 
 class Losses(Struct, frozen=True, tag=True):
@@ -122,7 +131,9 @@ class Broke(Struct, frozen=True, tag=True):
     message: str
 
 
-Reply = Ready | Done | Described | Losses | Steps | Saved | Loaded | Sampled | Failed | Broke
+Reply = (
+    Ready | Done | Described | Checked | Losses | Steps | Saved | Loaded | Sampled | Failed | Broke
+)
 
 
 def losses(results: Sequence[LossResult | Failure]) -> Losses:

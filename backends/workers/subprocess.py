@@ -16,6 +16,7 @@ from backends.contract import (
     AdapterSpec,
     BackendError,
     Contents,
+    CustomLoss,
     Failure,
     ForwardBackward,
     LossResult,
@@ -107,6 +108,9 @@ class SubprocessBackend:
 
     async def describe(self) -> ModelInfo:
         return (await self._call(messages.Describe(), messages.Described)).info
+
+    async def check_loss(self, loss: CustomLoss) -> str | None:
+        return (await self._call(messages.CheckLoss(loss), messages.Checked)).refusal
 
     async def create(self, run: str, spec: AdapterSpec) -> None:
         await self._call(messages.Create(run, spec), messages.Done)

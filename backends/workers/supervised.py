@@ -9,6 +9,7 @@ from backends.contract import (
     AdapterSpec,
     BackendError,
     Contents,
+    CustomLoss,
     Failure,
     ForwardBackward,
     LossResult,
@@ -46,6 +47,9 @@ class SupervisedBackend:
 
     async def describe(self) -> ModelInfo:
         return await (await self._live()).describe()
+
+    async def check_loss(self, loss: CustomLoss) -> str | None:
+        return await (await self._live()).check_loss(loss)
 
     async def create(self, run: str, spec: AdapterSpec) -> None:
         await (await self._live()).create(run, spec)

@@ -9,8 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
-from server.api.rooms import Caller, IdempotencyKey, InRooms, Limit, Offset, RawBody, Rooms
-from server.core.ids import RunId, TenantId
+from server.api.rooms import (
+    AccessScope,
+    Caller,
+    IdempotencyKey,
+    InRooms,
+    Limit,
+    Offset,
+    RawBody,
+    Rooms,
+)
+from server.audit.events import of_checkpoint
+from server.core.ids import RunId, user_urn
 from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_kind, parse_path
 from server.core.records import Checkpoint, Run
 from server.wire.json_shapes import WireModel, parse_json
@@ -70,7 +80,7 @@ def _run_json(run: Run, newest: Newest) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "training_run_id": run.id,
         "base_model": run.base_model,
-        "model_owner": f"tml:organization_user:{run.owner}",
+        "model_owner": user_urn(run.owner),
         "is_lora": True,
         "corrupted": False,
         "lora_rank": run.lora.rank,
@@ -93,6 +103,7 @@ async def list_runs(
     limit: Limit = 20,
     offset: Offset = 0,
     project_id: str | None = None,
+    access_scope: AccessScope = "owned",
 ) -> dict[str, Any]:
     runs, total = await rooms.runs.page(caller, limit, offset, project_id)
     return {
@@ -102,7 +113,9 @@ async def list_runs(
 
 
 @router.get("/training_runs/{run_id}")
-async def get_run(run_id: str, rooms: InRooms, caller: Caller) -> dict[str, Any]:
+async def get_run(
+    run_id: str, rooms: InRooms, caller: Caller, access_scope: AccessScope = "owned"
+) -> dict[str, Any]:
     run = await rooms.runs.get(caller, RunId(run_id))
     return (await runs_json(rooms, [run]))[0]
 
@@ -170,8 +183,10 @@ async def external_weights_urls(
     run_id: str, kind: str, name: str, request: Request, rooms: InRooms, caller: Caller
 ) -> dict[str, Any]:
     path = path_of(run_id, kind, name)
-    checkpoint = await rooms.checkpoints.owned(TenantId(caller.id), path)
+    checkpoint = await rooms.checkpoints.owned(caller.id, path)
     urls, expires = rooms.downloads.urls(checkpoint, str(request.base_url).rstrip("/"))
+    read = of_checkpoint("read", checkpoint, rooms.ledger.now(), purpose="download")
+    await rooms.audit.record(read)
     return {"urls": urls, "expires": time_text(expires)}
 
 
@@ -179,7 +194,9 @@ async def external_weights_urls(
 async def download(
     folder: str, name: str, expires: int, signature: str, rooms: InRooms
 ) -> FileResponse:
-    return FileResponse(rooms.downloads.open(folder, name, expires, signature))
+    file = rooms.downloads.open(folder, name, expires, signature)
+    await rooms.checkpoints.check_stands(folder)
+    return FileResponse(file)
 
 
 @router.post("/weights_info")

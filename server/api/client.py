@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from server.api.rooms import Caller, InRooms
+from server.api.rooms import Caller, InRooms, RawBody
+from server.wire.json_shapes import WireModel, parse_json
 
 router = APIRouter()
+
+_WHOAMI_SINCE = (0, 30)
+
+
+class ClientConfig(WireModel):
+    sdk_version: str = ""
+
+
+def knows_whoami(body: bytes) -> bool:
+    """Whether the SDK has a use for a token: older ones go on with their key alone."""
+    version = parse_json(ClientConfig, body or b"{}").sdk_version
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version, re.ASCII)
+    return numbers is not None and tuple(map(int, numbers.groups())) >= _WHOAMI_SINCE
 
 
 @router.get("/healthz")
@@ -17,11 +32,11 @@ async def healthz() -> dict[str, str]:
 
 
 @router.post("/client/config")
-async def client_config(rooms: InRooms, caller: Caller) -> dict[str, Any]:
+async def client_config(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     """Flags of the SDK. Chunks of a batch come one after the other, so that a missing number
     means a request that will never come; they may still arrive in any order."""
     return {
-        "pjwt_auth_enabled": False,
+        "pjwt_auth_enabled": rooms.settings.jwt and knows_whoami(body),
         "parallel_fwdbwd_chunks": False,
         "proto_compress_fwdbwd": False,
         "sample_max_concurrent_requests": min(2000, rooms.settings.max_waiting_samples),

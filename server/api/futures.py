@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+import orjson
+from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from server.api.rooms import Caller, InRooms, RawBody
 from server.core.ids import CLONE_SIZE, RequestId, SamplingSessionId
+from server.core.records import Request
 from server.core.requests import State
+from server.wire.json_results import AS_JSON
 from server.wire.json_shapes import WireModel, parse_json
+from server.wire.training import PROTOBUF_CONTENT_TYPE
+
+JSON = "application/json"
 
 router = APIRouter()
 
@@ -32,15 +38,19 @@ class RetrieveFutures(WireModel):
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(rooms: InRooms, caller: Caller, body: RawBody) -> Response:
+async def retrieve_future(
+    rooms: InRooms,
+    caller: Caller,
+    body: RawBody,
+    accept: Annotated[str, Header()] = "",
+) -> Response:
     """The result; 200 with `error` for a failed request; 408 to try again."""
     id_ = RequestId(parse_json(RetrieveFuture, body).request_id)
     hold_s = 0.0 if rooms.draining else rooms.settings.long_poll_s
     request = await rooms.ledger.retrieve(id_, caller.id, hold_s)
     match request.state:
         case State.DONE:
-            assert request.result is not None
-            return Response(request.result, media_type=request.result_type)
+            return _result(request, accept)
         case State.FAILED:
             return JSONResponse({"error": request.error, "category": request.error_category})
         case State.WAITING:
@@ -50,6 +60,14 @@ async def retrieve_future(rooms: InRooms, caller: Caller, body: RawBody) -> Resp
                 answer["queue_state_reason"] = reason
             # Not for the SDK's retries of any call: its own poll reads the state, then comes back.
             return JSONResponse(answer, 408, {"x-should-retry": "false"})
+
+
+def _result(request: Request, accept: str) -> Response:
+    """As it is stored; as JSON for an SDK that does not read protobuf yet."""
+    assert request.result is not None
+    if request.kind in AS_JSON and PROTOBUF_CONTENT_TYPE not in accept:
+        return Response(orjson.dumps(AS_JSON[request.kind](request.result)), media_type=JSON)
+    return Response(request.result, media_type=request.result_type)
 
 
 @router.post("/retrieve_futures")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import Depends, Header, Query, Request
 
+from server.audit.service import Audit
 from server.catalogue import Catalogue
 from server.checkpoints.downloads import Downloads
 from server.checkpoints.service import Checkpoints
@@ -22,7 +23,10 @@ from server.samplers.service import Samplers
 from server.settings import Settings
 from server.store.ledger import Ledger
 from server.tenancy.keys import Keys
+from server.tenancy.search import SessionSearch
 from server.tenancy.sessions import Sessions
+from server.traces.service import Traces
+from server.usage.service import Usage
 from server.wire.body import decode_body
 
 _LARGE_BODY_BYTES = 128 * 1024
@@ -39,6 +43,10 @@ class Rooms:
     checkpoints: Checkpoints
     downloads: Downloads
     ledger: Ledger
+    search: SessionSearch
+    usage: Usage
+    audit: Audit
+    traces: Traces
     free: Callable[[Run], None]
     """Tell a run's dispatcher that its session is over."""
     draining: bool = False
@@ -53,6 +61,11 @@ class Rooms:
         """A session is over: its runs' tensors can be freed."""
         for live in self.runs.registry.of_session(session):
             self.free(live.run)
+
+    def move(self, session: SessionId, project: str) -> None:
+        """A session belongs to another project now, and what its runs save from now on too."""
+        for live in self.runs.registry.of_session(session):
+            live.run = replace(live.run, project=project)
 
     def queue_state(self, request: Job) -> tuple[str, str | None]:
         """What a waiting client is told: the SDK's queue state, and a reason."""
@@ -102,5 +115,7 @@ async def get_body(request: Request) -> bytes:
 
 RawBody = Annotated[bytes, Depends(get_body)]
 IdempotencyKey = Annotated[str | None, Header(alias="x-idempotency-key")]
+AccessScope = Annotated[Literal["owned", "accessible"], Query()]
+"""The tenants of a server see nothing of each other, so the two are the same here."""
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
+from pydantic import Field
 
-from server.api.rooms import Caller, IdempotencyKey, InRooms, Limit, Offset, RawBody
+from server.api.rooms import AccessScope, Caller, IdempotencyKey, InRooms, Limit, Offset, RawBody
 from server.core.ids import SessionId
 from server.core.limits import text_metadata
 from server.tenancy.sessions import CreateSession
@@ -20,7 +21,7 @@ class Heartbeat(WireModel):
 
 
 class FinishReason(WireModel):
-    type: str = "success"
+    type: Literal["success", "errored", "interrupted"] = "success"
 
 
 class Finish(WireModel):
@@ -29,7 +30,7 @@ class Finish(WireModel):
 
 
 class AssignProject(WireModel):
-    project_id: str
+    project_id: Annotated[str, Field(min_length=1, max_length=200)]
 
 
 @router.post("/create_session")
@@ -62,13 +63,16 @@ async def list_sessions(
     caller: Caller,
     limit: Limit = 20,
     offset: Offset = 0,
+    access_scope: AccessScope = "owned",
 ) -> dict[str, Any]:
     sessions = await rooms.sessions.page(caller, limit, offset)
     return {"sessions": [session.id for session in sessions]}
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, rooms: InRooms, caller: Caller) -> dict[str, Any]:
+async def get_session(
+    session_id: str, rooms: InRooms, caller: Caller, access_scope: AccessScope = "owned"
+) -> dict[str, Any]:
     session = await rooms.sessions.get(caller, SessionId(session_id))
     runs = await rooms.runs.of_session(session.id)
     samplers = await rooms.samplers.of_session(session.id)
@@ -88,4 +92,5 @@ async def assign_project(
 ) -> dict[str, Any]:
     project = parse_json(AssignProject, body).project_id
     await rooms.sessions.assign_project(caller, SessionId(session_id), project)
+    rooms.move(SessionId(session_id), project)
     return {}

@@ -30,14 +30,10 @@ async def usage_events(
     since, before = _time("starting_on", starting_on), _time("ending_before", ending_before)
     buckets, sessions = await rooms.usage.buckets(caller.id, since, before)
     user = {"user_id": user_urn(caller.id), "user_name": caller.id}
-    events = [
-        {**_envelope(bucket), **user, "event_info": info}
-        for bucket in buckets
-        for info in _infos(bucket.counts)
-    ]
-    events.sort(key=lambda event: (event["bucket_start"], -_quantity(event["event_info"])))
+    used = [(bucket, info) for bucket in buckets for info in _infos(bucket.counts)]
+    used.sort(key=lambda one: (one[0].hour, -one[1].get("token_count", 0)))
     return {
-        "data": events,
+        "data": [{**_envelope(bucket), **user, "event_info": info} for bucket, info in used],
         "sessions": {
             session: {"user_metadata": text_metadata(written)}
             for session, written in sessions.items()
@@ -100,7 +96,3 @@ def _infos(counts: Counts) -> Iterator[dict[str, Any]]:
         yield {"type": "sampling_sample", "token_count": counts.sampled}
     if counts.checkpoints:
         yield {"type": "checkpoint", "count": counts.checkpoints}
-
-
-def _quantity(info: dict[str, Any]) -> int:
-    return info.get("token_count", 0)

@@ -25,6 +25,6 @@ class Audit:
     async def of_day(self, tenant: TenantId, day: date | None, resource: str | None) -> list[Event]:
         """A tenant's events of one day in UTC, by default today, oldest first."""
         day = day or datetime.fromtimestamp(self._clock(), UTC).date()
-        midnight = datetime.combine(day, time(), UTC)
-        since, before = midnight.timestamp(), (midnight + timedelta(days=1)).timestamp()
+        since = datetime.combine(day, time(), UTC).timestamp()
+        before = since + DAY_S
         return await self._db.read(lambda db: queries.between(db, tenant, since, before, resource))

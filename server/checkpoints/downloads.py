@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlencode
 
+from server.checkpoints import archive
 from server.checkpoints.storage import Storage
 from server.core.errors import NotFound
 from server.core.records import Checkpoint
@@ -32,12 +33,22 @@ class Downloads:
     def urls(self, checkpoint: Checkpoint, base_url: str) -> tuple[dict[str, str], float]:
         """A URL for each file of a checkpoint, and when they all expire."""
         expires = int(self._clock()) + LIFETIME_S
-        names = self._storage.files(checkpoint.folder)
+        folder = checkpoint.folder
         return {
-            name: self._url(base_url, checkpoint.folder, name, expires)
-            for name in names
-            if name not in _HIDDEN
+            name: f"{base_url}/api/v1/files/{folder}/{name}?{self._query(folder, name, expires)}"
+            for name in self._names(folder)
         }, float(expires)
+
+    def archive_url(self, checkpoint: Checkpoint, base_url: str) -> tuple[str, float]:
+        """A URL for all files in one tar, and when it expires."""
+        expires = int(self._clock()) + LIFETIME_S
+        query = self._query(checkpoint.folder, archive.NAME, expires)
+        return f"{base_url}/api/v1/archives/{checkpoint.folder}?{query}", float(expires)
+
+    def archive(self, folder: str, expires: int, signature: str) -> list[Path]:
+        """The files behind an archive's URL. Raises NotFound for a wrong or expired one."""
+        self.open(folder, archive.NAME, expires, signature)
+        return [Path(self._storage.path(folder)) / name for name in self._names(folder)]
 
     def open(self, folder: str, name: str, expires: int, signature: str) -> Path:
         """The file behind a URL. Raises NotFound for a wrong or expired one."""
@@ -47,9 +58,11 @@ class Downloads:
             raise NotFound("the download link is not valid, or has expired")
         return Path(self._storage.path(folder)) / name
 
-    def _url(self, base_url: str, folder: str, name: str, expires: int) -> str:
-        query = urlencode({"expires": expires, "signature": self._sign(folder, name, expires)})
-        return f"{base_url}/api/v1/files/{folder}/{name}?{query}"
+    def _names(self, folder: str) -> list[str]:
+        return [name for name in self._storage.files(folder) if name not in _HIDDEN]
+
+    def _query(self, folder: str, name: str, expires: int) -> str:
+        return urlencode({"expires": expires, "signature": self._sign(folder, name, expires)})
 
     def _sign(self, folder: str, name: str, expires: int) -> str:
         message = f"{folder}\n{name}\n{expires}".encode()

@@ -92,6 +92,12 @@ async def expired(db: AsyncSession, now: float) -> list[Checkpoint]:
     return [value(Checkpoint, row) for row in rows]
 
 
+async def stands_in(db: AsyncSession, folder: str, now: float) -> bool:
+    """Whether a checkpoint that has not expired names this folder."""
+    query = select(CheckpointRow.folder).where(CheckpointRow.folder == folder, _alive(now))
+    return await db.scalar(query.limit(1)) is not None
+
+
 async def folders(db: AsyncSession) -> set[str]:
     return set(await db.scalars(select(CheckpointRow.folder)))
 

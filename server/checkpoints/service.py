@@ -151,6 +151,11 @@ class Checkpoints:
         expired = await self._db.read(lambda db: queries.expired(db, now))
         return sum([await self._remove(checkpoint, expired_by=now) for checkpoint in expired])
 
+    async def check_stands(self, folder: str) -> None:
+        """Raises NotFound unless a checkpoint lies in the folder: links to it outlive it."""
+        if not await self._db.read(lambda db: queries.stands_in(db, folder, self._clock())):
+            raise NotFound("the checkpoint behind this link does not exist any more")
+
     def retire(self, folder: str | None) -> None:
         """No row names this folder any more. It is removed a while later, or by the next start:
         a sample or a load may be reading it."""

@@ -267,9 +267,7 @@ class Samplers:
         match await self._generate(engine, sample):
             case SampleResult() as result:
                 encoded = encode_sample_result(result, target_layout(body))
-                return Outcome(
-                    result=encoded, result_type=PROTOBUF, sampled=_cost(sample, result)
-                )
+                return Outcome(result=encoded, result_type=PROTOBUF, sampled=_cost(sample, result))
             case Failure(message=message, category=category):
                 return Outcome(error=message, error_category=category)
 

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import SessionId, TenantId
 from server.core.records import Session, SessionStatus, Tenant
-from server.store.rows import ApiKeyRow, SessionRow, columns, value
+from server.store.rows import ApiKeyRow, CheckpointRow, RunRow, SessionRow, columns, value
 
 
 async def tenant_of(db: AsyncSession, digest: str) -> Tenant | None:
@@ -90,6 +90,17 @@ async def find_session(db: AsyncSession, session: SessionId) -> Session | None:
 
 async def change_session(db: AsyncSession, session: SessionId, **values: Any) -> None:
     await db.execute(update(SessionRow).where(SessionRow.id == session).values(**values))
+
+
+async def assign_project(db: AsyncSession, session: SessionId, project: str) -> None:
+    """Of a session, its runs and their checkpoints."""
+    runs = select(RunRow.id).where(RunRow.session_id == session)
+    for row, mine in (
+        (SessionRow, SessionRow.id == session),
+        (RunRow, RunRow.session_id == session),
+        (CheckpointRow, CheckpointRow.run_id.in_(runs)),
+    ):
+        await db.execute(update(row).where(mine).values(project=project))
 
 
 async def change_unfinished(

@@ -75,9 +75,7 @@ class SessionSearch:
         async def read(db: AsyncSession) -> tuple[list[Found], bool]:
             sessions = await self._scan(db, tenant, query, position)
             page, more = sessions[: query.limit], len(sessions) > query.limit
-            held = await search_queries.held_by(
-                db, [session.id for session in page], self._clock()
-            )
+            held = await search_queries.held_by(db, [session.id for session in page], self._clock())
             return [Found(session, held.get(session.id, Held())) for session in page], more
 
         return await self._db.read(read)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, false, func, or_, select
+from sqlalchemy import BigInteger, and_, cast, false, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import SessionId, TenantId
@@ -77,14 +77,17 @@ async def held_by(
 ) -> dict[SessionId, Held]:
     """The checkpoints of sessions that have any which has not expired, in one query."""
     query = (
-        select(RunRow.session_id, func.count(), func.sum(CheckpointRow.size_bytes))
+        # PostgreSQL adds big integers up to decimals.
+        select(
+            RunRow.session_id, func.count(), cast(func.sum(CheckpointRow.size_bytes), BigInteger)
+        )
         .join(CheckpointRow, CheckpointRow.run_id == RunRow.id)
         .where(RunRow.session_id.in_(sessions))
         .where(CheckpointRow.expires_at.is_(None) | (CheckpointRow.expires_at > now))
         .group_by(RunRow.session_id)
     )
-    rows = await db.execute(query)
-    return {SessionId(id_): Held(count, int(size)) for id_, count, size in rows}
+    rows: Any = await db.execute(query)
+    return {SessionId(id_): Held(count, size) for id_, count, size in rows if id_ is not None}
 
 
 def _status(one: StatusIs) -> Any:

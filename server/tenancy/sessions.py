@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
+from server.audit import queries as audit_queries
+from server.audit.events import of_assignment
 from server.core.errors import Gone, NotFound
 from server.core.ids import SessionId, new_session_id
 from server.core.recent import Recent
@@ -99,12 +101,21 @@ class Sessions:
         return await self._db.read(lambda db: queries.page_sessions(db, tenant.id, limit, offset))
 
     async def assign_project(self, tenant: Tenant, session: SessionId, project: str) -> None:
-        await self.get(tenant, session)
-        await self._db.write(lambda db: queries.change_session(db, session, project=project))
+        """Move it, its runs and their checkpoints."""
+        before = (await self.get(tenant, session)).project
+        event = of_assignment(tenant.id, session, before, project, self._clock())
+
+        async def work(db: AsyncSession) -> None:
+            await queries.assign_project(db, session, project)
+            await audit_queries.add(db, event)
+
+        await self._db.write(work)
         self._known.drop(session)
 
     async def _read(self, session: SessionId) -> Session | None:
         found = await self._db.read(lambda db: queries.find_session(db, session))
+        if known := self._known.get(session):  # changed while it was read
+            return known
         if found is not None:
             self._known.put(session, found)
         return found

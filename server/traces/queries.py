@@ -40,9 +40,7 @@ async def version(db: AsyncSession, session: SessionId) -> str:
     return f"{submitted}-{finished}"
 
 
-async def in_order(
-    db: AsyncSession, session: SessionId, moment: str
-) -> AsyncIterator[Traced]:
+async def in_order(db: AsyncSession, session: SessionId, moment: str) -> AsyncIterator[Traced]:
     """The session's requests for which `moment` ("created_at" or "started_at") has come, in the
     order in which it came."""
     at = getattr(RequestRow, moment)

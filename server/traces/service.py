@@ -107,9 +107,7 @@ class Traces:
                 file.unlink()
 
 
-async def _events(
-    db: AsyncSession, session: Session, now: float
-) -> AsyncIterator[dict[str, Any]]:
+async def _events(db: AsyncSession, session: Session, now: float) -> AsyncIterator[dict[str, Any]]:
     timeline = Timeline(session.id, session.created_at, now)
     yield timeline.begin()
     async for request in queries.in_order(db, session.id, "created_at"):
@@ -120,9 +118,7 @@ async def _events(
             yield event
 
 
-async def _write(
-    file: IO[bytes], events: AsyncIterator[dict[str, Any]], session: Session
-) -> None:
+async def _write(file: IO[bytes], events: AsyncIterator[dict[str, Any]], session: Session) -> None:
     """Viewers know the format by the first bytes, so the events come first."""
     file.write(b'{"traceEvents":[')
     separator = b"\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Row, func, insert, literal, select
+from sqlalchemy import BigInteger, ColumnElement, cast, func, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import SessionId, TenantId
@@ -60,7 +60,7 @@ async def add(db: AsyncSession, request: Request, counts: Counts, hour: int) -> 
 async def buckets(db: AsyncSession, owner: TenantId, since: int, before: int) -> list[Bucket]:
     """A tenant's usage by hour, base model and session, from one hour to before another."""
     keys = (UsageRow.hour, UsageRow.base_model, UsageRow.session_id, SessionRow.project)
-    sums = (func.sum(getattr(UsageRow, name)).label(name) for name in _COUNTS)
+    sums = (_total(getattr(UsageRow, name)).label(name) for name in _COUNTS)
     query = (
         select(*keys, *sums)
         .outerjoin(SessionRow, SessionRow.id == UsageRow.session_id)
@@ -71,9 +71,13 @@ async def buckets(db: AsyncSession, owner: TenantId, since: int, before: int) ->
     return [_bucket(row) for row in await db.execute(query)]
 
 
-def _bucket(row: Row[Any]) -> Bucket:
+def _total(column: Any) -> ColumnElement[int]:
     # PostgreSQL adds big integers up to decimals.
-    counts = Counts(**{name: int(getattr(row, name)) for name in _COUNTS})
+    return cast(func.sum(column), BigInteger)
+
+
+def _bucket(row: Any) -> Bucket:
+    counts = Counts(**{name: getattr(row, name) for name in _COUNTS})
     return Bucket(
         hour=row.hour,
         base_model=row.base_model,
@@ -101,7 +105,7 @@ async def stored(
     # A checkpoint moves with its session, as the runs do.
     place = func.coalesce(SessionRow.project, CheckpointRow.project).label("place")
     query = (
-        select(place, func.count(), func.sum(CheckpointRow.size_bytes))
+        select(place, func.count(), _total(CheckpointRow.size_bytes))
         .join(RunRow, RunRow.id == CheckpointRow.run_id)
         .outerjoin(SessionRow, SessionRow.id == RunRow.session_id)
         .where(CheckpointRow.owner == owner)
@@ -112,6 +116,6 @@ async def stored(
     if project is not None:
         query = query.where(place == project)
     return [
-        Stored(project=where, count=count, size_bytes=int(size))
+        Stored(project=where, count=count, size_bytes=size)
         for where, count, size in await db.execute(query)
     ]

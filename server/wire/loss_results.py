@@ -1,4 +1,4 @@
-"""The result of a `forward_backward`, to protobuf, and to JSON for SDKs before 0.25."""
+"""The result of a `forward_backward`, to protobuf."""
 
 from __future__ import annotations
 
@@ -50,23 +50,3 @@ def _add_record(record: Any, outputs: Sequence[_Output]) -> None:
 def _wire_array(array: np.ndarray) -> np.ndarray:
     """The two dtypes a client knows."""
     return array.astype("<f4" if array.dtype.kind == "f" else "<i8", copy=False)
-
-
-def loss_result_json(result: LossResult) -> dict[str, Any]:
-    """The same for clients that read JSON. Values may be NaN: the caller picks an encoder."""
-    return {
-        "loss_fn_output_type": _OUTPUT_TYPE,
-        "loss_fn_outputs": [
-            {name: _tensor_json(array) for name, array in output.items()}
-            for output in result.outputs
-        ],
-        "metrics": dict(result.metrics),
-    }
-
-
-def _tensor_json(array: np.ndarray) -> dict[str, Any]:
-    return {
-        "data": array.ravel().tolist(),
-        "dtype": "float32" if array.dtype.kind == "f" else "int64",
-        "shape": list(array.shape),
-    }

@@ -1,4 +1,4 @@
-"""The result of a sample, to protobuf, and to JSON for SDKs before 0.25."""
+"""The result of a sample, to protobuf."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import numpy as np
 from backends.contract import SampledSequence, SampleResult, TopkLogprobs
 from server.wire import schema
 from server.wire.tensors import SparseLayout
-
-_NOTHING = (0, -99999.0)
-"""A cell of TopkLogprobs that holds no token."""
 
 
 def encode_sample_result(result: SampleResult, layout: SparseLayout | None = None) -> bytes:
@@ -69,31 +66,3 @@ def _set_targets(message: Any, logprobs: np.ndarray, layout: SparseLayout | None
     message.sparse_csr.values = _float_bytes(logprobs[layout.rows, layout.col])
     message.sparse_csr.crow_indices = layout.crow.astype("<i8", copy=False).tobytes()
     message.sparse_csr.col_indices = layout.col.astype("<i8", copy=False).tobytes()
-
-
-def sample_result_json(result: SampleResult) -> dict[str, Any]:
-    """The same for clients that read JSON, which know neither targets nor alternatives."""
-    answer: dict[str, Any] = {
-        "type": "sample",
-        "sequences": [
-            {
-                "stop_reason": sequence.stop_reason,
-                "tokens": sequence.tokens.tolist(),
-                "logprobs": sequence.logprobs.tolist(),
-            }
-            for sequence in result.sequences
-        ],
-    }
-    if result.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = [
-            None if np.isnan(value) else value for value in result.prompt_logprobs.tolist()
-        ]
-    if result.topk_prompt_logprobs is not None:
-        answer["topk_prompt_logprobs"] = _topk_lists(result.topk_prompt_logprobs)
-    return answer
-
-
-def _topk_lists(topk: TopkLogprobs) -> list[list[tuple[int, float]] | None]:
-    rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
-    cells = ([cell for cell in zip(*row, strict=True) if cell != _NOTHING] for row in rows)
-    return [row or None for row in cells]

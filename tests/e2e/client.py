@@ -247,7 +247,11 @@ class Raw:
     def outcome(self, request: str) -> httpx2.Response:
         """What retrieve_future says once it does not say "try again"."""
         while (
-            answer := self.post("retrieve_future", {"request_id": request})
+            answer := self.post(
+                "retrieve_future",
+                {"request_id": request},
+                headers={"Accept": "application/x-protobuf"},
+            )
         ).status_code == 408:
             pass
         return answer

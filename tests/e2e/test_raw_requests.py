@@ -254,7 +254,7 @@ BROKEN_JSON = {
     "deep nesting": b"[" * 100_000,
     "a huge integer": b'{"session_id": "x", "seq_id": ' + HUGE_INTEGER.encode() + b"}",
     "wrong types": b'{"session_id": 1, "model_id": [], "tags": 3, "request_id": {}}',
-    "NaN": b'{"session_id": NaN, "seq_id": NaN, "model_id": NaN, "request_id": NaN}',
+    "NaN": b'{"session_id": NaN, "seq_id": NaN, "model_id": NaN, "request_id": NaN, "tags": NaN}',
 }
 
 

@@ -392,7 +392,6 @@ def test_a_checkpoint_of_another_rank_or_other_flags_or_another_model_is_refused
     [
         ({"max_tokens": 0}, ("max_tokens",)),
         ({"temperature": -0.5}, ("temperature",)),
-        ({"temperature": math.nan}, ("temperature",)),
         ({"top_p": 0.0}, ("top_p",)),
         ({"top_p": 1.5}, ("top_p",)),
         ({"top_k": 0}, ("top_k",)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -236,7 +238,7 @@ class QueueMachine(RuleBasedStateMachine):
     def only_what_came_late_runs_after_a_higher_number(self) -> None:
         """Between two ready numbers lies nothing but what was refused, or is over."""
         ready = [seq for seq in seqs(self.queue, self.now) if seq > self.queue.done_through]
-        for before, after in zip(ready, ready[1:], strict=False):
+        for before, after in itertools.pairwise(ready):
             assert set(range(before + 1, after)) <= self.refused
 
     def teardown(self) -> None:

@@ -7,10 +7,10 @@ import pytest_asyncio
 
 from server.store.database import Database
 from server.store.ledger import Ledger
-from tests.databases import Clock, db, empty_database
+from tests.databases import Clock, data, db, empty_database
 from tests.unit.store.material import RUN, SAMPLER, SESSION, add_parents
 
-__all__ = ["db", "empty_database"]
+__all__ = ["data", "db", "empty_database"]
 
 
 @pytest.fixture

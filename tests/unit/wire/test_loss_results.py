@@ -11,7 +11,8 @@ from hypothesis.extra import numpy as hnp
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from backends.contract import LossResult
-from server.wire.loss_results import encode_loss_result, loss_result_json
+from server.wire.json_results import loss_json
+from server.wire.loss_results import encode_loss_result
 
 
 @st.composite
@@ -87,9 +88,8 @@ def test_datums_with_different_outputs_are_our_own_mistake() -> None:
 
 def test_old_sdks_get_flat_data_with_its_shape() -> None:
     logprobs = np.array([[-1.5, -2], [-3, -4]], dtype=np.float32)
-    answer = loss_result_json(
-        LossResult(outputs=({"logprobs": logprobs},), metrics={"loss:sum": 3.0})
-    )
+    result = LossResult(outputs=({"logprobs": logprobs},), metrics={"loss:sum": 3.0})
+    answer = loss_json(encode_loss_result(result))
 
     assert orjson.loads(orjson.dumps(answer)) == {
         "loss_fn_output_type": "TorchLossReturn",

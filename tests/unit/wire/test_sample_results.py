@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as hnp
 from tinker.proto.response_conv import deserialize_sample_response
 
 from backends.contract import SampledSequence, SampleResult, TopkLogprobs
-from server.wire.sample_results import encode_sample_result, sample_result_json
+from server.wire.json_results import sample_json
+from server.wire.sample_results import encode_sample_result
 from server.wire.tensors import SparseLayout
 
 logprob = st.floats(-50, 0, width=32)
@@ -131,13 +132,12 @@ def test_alternative_tokens_are_read_with_their_logprobs(shape: tuple[int, int])
 
 
 def test_old_sdks_get_lists_with_null_where_there_is_nothing() -> None:
-    answer = sample_result_json(
-        SampleResult(
-            sequences=(sequence(),),
-            prompt_logprobs=np.array([np.nan, -1.5], dtype=np.float32),
-            topk_prompt_logprobs=topk(),
-        )
+    result = SampleResult(
+        sequences=(sequence(),),
+        prompt_logprobs=np.array([np.nan, -1.5], dtype=np.float32),
+        topk_prompt_logprobs=topk(),
     )
+    answer = sample_json(encode_sample_result(result))
 
     assert orjson.loads(orjson.dumps(answer)) == {
         "type": "sample",
@@ -148,4 +148,6 @@ def test_old_sdks_get_lists_with_null_where_there_is_nothing() -> None:
 
 
 def test_old_sdks_get_no_field_that_was_not_asked_for() -> None:
-    assert sample_result_json(SampleResult(sequences=())) == {"type": "sample", "sequences": []}
+    empty = encode_sample_result(SampleResult(sequences=()))
+
+    assert sample_json(empty) == {"type": "sample", "sequences": []}

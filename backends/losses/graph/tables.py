@@ -1,0 +1,202 @@
+"""Everything that a graph may call. What is not here cannot be reached.
+
+Left out on purpose: whatever is random, works in place, reads memory that nobody wrote (`empty`,
+`as_strided`), leaves torch (`item`), loads or compiles, or costs more than its size says (`svd`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backends.losses.graph import sizes
+from backends.losses.graph.operations import (
+    Operation,
+    all_of,
+    attribute,
+    converted,
+    einsum,
+    norm,
+    plain_norm,
+    where,
+)
+from backends.losses.graph.scalars import MATH, OPERATORS
+
+# ---------------------------------------------------------------- functions that are methods too
+
+_CHEAP = (
+    *("abs", "neg", "positive", "square", "sign", "floor", "ceil", "round", "trunc", "frac"),
+    *("reciprocal", "isnan", "isinf", "isfinite", "logical_not", "bitwise_not", "nan_to_num"),
+    *("relu", "deg2rad", "rad2deg", "signbit"),
+)
+_COSTLY = (
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid"),
+    *("logit", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh"),
+    *("acosh", "atanh", "erf", "erfc", "sinc", "softmax", "log_softmax", "logsumexp"),
+)
+_COSTLIEST = ("erfinv", "lgamma", "digamma", "cumprod", "logcumsumexp")
+_PAIRS = (
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide"),
+    *("floor_divide", "remainder", "fmod", "maximum", "minimum", "fmax", "fmin"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater"),
+    *("greater_equal", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or"),
+    *("bitwise_xor", "clamp", "clip", "clamp_min", "clamp_max", "lerp", "addcmul", "addcdiv"),
+    *("masked_fill", "isclose", "heaviside", "copysign", "dist"),
+)
+_COSTLY_PAIRS = ("pow", "float_power", "atan2", "hypot", "xlogy", "logaddexp", "logaddexp2")
+_REDUCTIONS = (
+    *("sum", "mean", "nansum", "nanmean", "prod", "amax", "amin", "argmax", "argmin", "all"),
+    *("any", "std", "var", "count_nonzero", "aminmax", "trace", "cumsum"),
+)
+_SCANS = (
+    "cummax",
+    "cummin",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "index_add",
+    "masked_scatter",
+    "take",
+)
+_SORTS = ("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode")
+_VIEWS = (
+    *("reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose", "permute"),
+    *("t", "swapaxes", "swapdims", "moveaxis", "movedim", "narrow", "select", "diagonal"),
+    *("flip", "fliplr", "flipud", "roll", "clone", "detach"),
+)
+_REHEARSED = (
+    *("tile", "broadcast_to", "triu", "tril", "diag", "diag_embed"),
+    *("index_select", "take_along_dim", "diff"),
+)
+_CONTRACTIONS = ("mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "ger")
+
+
+def _shared(owner: type[Tensor]) -> dict[str, Operation]:
+    """These are functions of `torch` and methods of its tensors alike."""
+    return {
+        **all_of(owner, _CHEAP, sizes.largest),
+        **all_of(owner, _COSTLY, sizes.largest, weight=8),
+        **all_of(owner, _COSTLIEST, sizes.largest, weight=64),
+        **all_of(owner, _PAIRS, sizes.broadcast),
+        **all_of(owner, _COSTLY_PAIRS, sizes.broadcast, weight=16),
+        **all_of(owner, ("max", "min"), sizes.broadcast),
+        **all_of(owner, ("masked_select",), sizes.broadcast, weight=8),
+        **all_of(owner, _REDUCTIONS, sizes.largest, weight=2),
+        **all_of(owner, _SCANS, sizes.largest, weight=16),
+        **all_of(owner, _SORTS, sizes.largest, weight=64),
+        **all_of(owner, ("quantile", "nanquantile"), sizes.product, weight=64),
+        **all_of(owner, _VIEWS, sizes.largest),
+        **all_of(owner, _REHEARSED, sizes.rehearsed, weight=2),
+        **all_of(owner, ("repeat_interleave",), sizes.rehearsed, weight=2, most_args=3),
+        **all_of(owner, _CONTRACTIONS, sizes.contraction),
+        **all_of(owner, ("matmul",), sizes.batched),
+        **all_of(owner, ("split",), sizes.split),
+        **all_of(owner, ("chunk", "tensor_split"), sizes.chunks),
+        **all_of(owner, ("unbind",), sizes.unbound),
+        "where": Operation(where),
+        "norm": Operation(norm, sizes.largest, weight=2, most_args=4),
+    }
+
+
+METHODS: dict[str, Operation] = {
+    **_shared(Tensor),
+    **all_of(Tensor, ("view", "view_as", "reshape_as", "contiguous"), sizes.largest),
+    **all_of(Tensor, ("expand", "expand_as", "repeat", "unfold"), sizes.rehearsed),
+    **all_of(Tensor, ("size", "dim", "ndimension", "numel", "nelement"), sizes.nothing),
+    **all_of(Tensor, ("float", "double", "half", "bfloat16"), sizes.largest),
+    **all_of(Tensor, ("long", "int", "short", "bool", "type_as"), sizes.largest),
+    **all_of(Tensor, ("new_zeros", "new_ones", "new_full"), sizes.rehearsed),
+    "where": Operation(lambda chosen, condition, other: torch.where(condition, chosen, other)),
+    "to": Operation(converted, sizes.largest),
+    "type": Operation(converted, sizes.largest, most_args=2),
+    "cpu": Operation(lambda tensor: tensor, sizes.nothing),
+    "cuda": Operation(lambda tensor: tensor, sizes.nothing),
+}
+
+# ---------------------------------------------------------------- torch.nn.functional
+
+_ACTIVATIONS = {
+    **dict.fromkeys(("relu", "relu6", "silu", "mish", "hardsigmoid", "hardswish"), 1),
+    **dict.fromkeys(("selu", "softsign", "tanhshrink", "sigmoid", "tanh", "logsigmoid"), 1),
+    **dict.fromkeys(("elu", "celu", "leaky_relu", "gelu", "softshrink", "hardshrink"), 2),
+    **dict.fromkeys(("hardtanh", "threshold", "softplus"), 3),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin"), 4),
+}
+_DISTANCES = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss"),
+    *("soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "pairwise_distance"),
+)
+_FUNCTIONAL: dict[str, Operation] = {
+    **{
+        name: Operation(getattr(F, name), sizes.largest, 8, most_args)
+        for name, most_args in _ACTIVATIONS.items()
+    },
+    **all_of(F, _DISTANCES, sizes.broadcast, weight=16),
+    **all_of(F, ("nll_loss", "cross_entropy", "layer_norm"), sizes.largest, weight=16),
+    "normalize": Operation(F.normalize, sizes.largest, 4, most_args=4),
+    "cosine_similarity": Operation(torch.cosine_similarity, sizes.broadcast, 8),
+    "pad": Operation(F.pad, sizes.rehearsed),
+    "one_hot": Operation(F.one_hot, sizes.one_hot),
+}
+
+_SPECIAL = ("expit", "logit", "entr", "erf", "erfc", "erfinv", "log_ndtr", "ndtr", "psi", "gammaln")
+_SPECIAL_PAIRS = ("xlogy", "xlog1py")
+_JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack")
+
+_TORCH: dict[str, Operation] = {
+    **_shared(torch),  # pyrefly: ignore[bad-argument-type]
+    **all_of(torch, _JOINS, sizes.rehearsed),
+    **all_of(torch, ("meshgrid", "broadcast_tensors"), sizes.rehearsed),
+    **all_of(torch, ("zeros", "ones", "full", "arange", "linspace", "eye"), sizes.factory),
+    **all_of(torch, ("zeros_like", "ones_like", "full_like"), sizes.largest),
+    **all_of(torch, ("bucketize", "searchsorted"), sizes.largest, weight=16),
+    **all_of(torch, ("rsub", "std_mean", "var_mean"), sizes.broadcast, weight=2),
+    **all_of(torch, ("cosine_similarity", "pairwise_distance"), sizes.broadcast, weight=8),
+    "cdist": Operation(torch.cdist, sizes.batched, weight=4, most_args=4),
+    "tensordot": Operation(torch.tensordot, sizes.contraction, most_args=3),
+    "einsum": Operation(einsum, sizes.contraction),
+}
+
+FUNCTIONS: dict[str, Operation] = {
+    "getattr": Operation(attribute, sizes.nothing, most_args=2),
+    "operator.getitem": Operation(operator.getitem, sizes.indexed, 64, most_args=2),
+    "operator.matmul": Operation(torch.matmul, sizes.batched, most_args=2),
+    **{f"operator.{name}": Operation(call, weight=4) for name, call in OPERATORS.items()},
+    **{f"math.{name}": Operation(call, sizes.nothing) for name, call in MATH.items()},
+    **{f"torch.{name}": operation for name, operation in _TORCH.items()},
+    **{f"torch.nn.functional.{name}": operation for name, operation in _FUNCTIONAL.items()},
+    **{
+        f"torch.special.{name}": operation
+        for name, operation in {
+            **all_of(torch.special, _SPECIAL, sizes.largest, weight=32),
+            **all_of(torch.special, _SPECIAL_PAIRS, sizes.broadcast, weight=16),
+            **all_of(torch.special, ("softmax", "log_softmax", "logsumexp"), sizes.largest, 8),
+        }.items()
+    },
+    "torch.linalg.norm": Operation(plain_norm, sizes.largest, weight=2, most_args=4),
+    "torch.linalg.vector_norm": Operation(torch.linalg.vector_norm, sizes.largest, weight=2),
+}
+
+_PREFIXES = {
+    "builtins.": "",
+    "_operator.": "operator.",
+    "torch.functional.": "torch.",
+    "torch._C._nn.": "torch.nn.functional.",
+    "torch._C._special.special_": "torch.special.",
+    "torch._C._linalg.linalg_": "torch.linalg.",
+    "torch.nn.functional._": "torch.nn.functional.",
+}
+_SPELLED = {"torch.nn.functional.log_sigmoid": "torch.nn.functional.logsigmoid"}
+
+
+def public_name(target: str) -> str:
+    """A function by the name in the documentation; a trace may have the one of its home."""
+    for private, public in _PREFIXES.items():
+        if target.startswith(private):
+            target = public + target.removeprefix(private)
+            break
+    return _SPELLED.get(target, target)

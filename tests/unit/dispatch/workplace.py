@@ -1,0 +1,160 @@
+"""A server without HTTP: the rooms, one dispatcher, and a backend in memory. Nothing runs by
+itself: a test takes one round after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from server.catalogue import Catalogue, ServedModel
+from server.checkpoints.service import Checkpoints
+from server.checkpoints.storage import Storage
+from server.core.ids import RunId, TenantId
+from server.core.paths import parse_path
+from server.core.records import Request, Tenant
+from server.core.requests import Kind
+from server.core.schedule import Tick
+from server.dispatch import Dispatcher, DispatchSettings
+from server.runs import wire
+from server.runs.service import Runs
+from server.store.database import Database
+from server.store.ledger import Ledger
+from server.tenancy.sessions import CreateSession, Sessions
+from server.wire.json_shapes import parse_json
+from tests import bodies
+from tests.databases import Clock
+from tests.fake_backend import INFO, FakeBackend, FakeRun
+
+MODEL = "tiny/fake"
+ME = Tenant(id=TenantId("me"))
+OTHER = Tenant(id=TenantId("other"))
+
+
+class Workplace:
+    def __init__(
+        self,
+        db: Database,
+        data: Path,
+        backend: FakeBackend,
+        clock: Clock,
+        *,
+        token_budget: int = 1000,
+        snapshot_after_s: float = 1e9,
+    ) -> None:
+        self.db, self.data, self.backend, self.clock = db, data, backend, clock
+        self.settings = DispatchSettings(
+            token_budget=token_budget, gap_wait_s=5.0, snapshot_after_s=snapshot_after_s
+        )
+        self.ledger = Ledger(db, clock)
+        self.sessions = Sessions(db, clock)
+        self.storage = Storage(data / "weights")
+        self.checkpoints = Checkpoints(db, self.storage, clock)
+        catalogue = Catalogue()
+        catalogue.add(ServedModel(name=MODEL, tokenizer_id="none", info=INFO))
+        self.runs = Runs(
+            ledger=self.ledger,
+            sessions=self.sessions,
+            checkpoints=self.checkpoints,
+            catalogue=catalogue,
+            lora_alpha=None,
+            clock=clock,
+            wake=lambda _: self.dispatcher.wake(),
+        )
+        self.dispatcher = Dispatcher(
+            base_model=MODEL,
+            backend=backend,
+            registry=self.runs.registry,
+            checkpoints=self.checkpoints,
+            ledger=self.ledger,
+            settings=self.settings,
+            clock=clock,
+        )
+
+    async def restarted(self, db: Database | None = None) -> Workplace:
+        """What a new process finds: the database, the files, and a backend that knows nothing."""
+        self.backend.kill()
+        later = Workplace(db or self.db, self.data, self.backend, self.clock)
+        await later.runs.resume(await later.ledger.start())
+        return later
+
+    # ------------------------------------------------------------ what clients do
+
+    async def create(self, tenant: Tenant = ME, rank: int = 4) -> RunId:
+        """A new run, which has its adapter."""
+        session = await self.sessions.create(tenant, CreateSession(), None)
+        body = {
+            "session_id": session.id,
+            "model_seq_id": 0,
+            "base_model": MODEL,
+            "lora_config": {"rank": rank, "seed": 1},
+        }
+        payload = bodies.encoded(body)
+        request = await self.runs.create(tenant, parse_json(wire.CreateModel, payload), payload)
+        await self.work()
+        assert request.run_id is not None
+        return request.run_id
+
+    async def compute(
+        self, run: RunId, seq: int, tokens: list[int], *, tenant: Tenant = ME, backward: bool = True
+    ) -> Request:
+        body = bodies.forward_backward(run, seq, tokens, backward=backward)
+        return await self.runs.submit_pass(tenant, bodies.encoded(body), "application/json")
+
+    async def optim_step(self, run: RunId, seq: int, tenant: Tenant = ME) -> Request:
+        return await self.submit(Kind.OPTIM_STEP, tenant, **bodies.optim_step(run, seq))
+
+    async def save(self, run: RunId, seq: int, name: str, **more: Any) -> Request:
+        return await self.submit(Kind.SAVE, model_id=run, seq_id=seq, path=name, **more)
+
+    async def load(self, run: RunId, seq: int, path: str, optimizer: bool = True) -> Request:
+        body = {"model_id": run, "seq_id": seq, "path": path, "optimizer": optimizer}
+        return await self.submit(Kind.LOAD, **body)
+
+    async def publish(self, run: RunId, seq: int, number: int, kind: str) -> Request:
+        body = {"model_id": run, "seq_id": seq, "sampling_session_seq_id": number, "kind": kind}
+        return await self.submit(Kind.SAVE_FOR_SAMPLER, **body)
+
+    async def submit(self, operation: Kind, tenant: Tenant = ME, **body: Any) -> Request:
+        payload = bodies.encoded(body)
+        envelope = parse_json(wire.RunRequest, payload)
+        return await self.runs.submit(tenant, operation, payload, envelope)
+
+    async def outcome(self, request: Request) -> Request:
+        return await self.ledger.retrieve(request.id, request.owner, 0)
+
+    # ------------------------------------------------------------ what the server does
+
+    async def round(self) -> Tick | None:
+        """Choose, run, record; the outcome is on disk when this returns."""
+        tick = self.dispatcher.choose()
+        if tick is not None:
+            await self.dispatcher.step(tick)
+            await self.dispatcher._recorded()
+        return tick
+
+    async def work(self) -> list[Tick]:
+        """Rounds until nothing is ready."""
+        ticks = []
+        while (tick := await self.round()) is not None:
+            ticks.append(tick)
+        return ticks
+
+    def state(self, run: RunId) -> FakeRun:
+        return self.backend.runs[run]
+
+    def live(self, run: RunId) -> Any:
+        return self.runs.registry.known(run)
+
+    async def checkpoint_folder(self, path: str) -> str:
+        found = await self.checkpoints.find(parse_path(path))
+        assert found is not None
+        return found.folder
+
+
+async def settled(task: asyncio.Task[Any], *events: asyncio.Event) -> None:
+    """Until the task is over or one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait([task, *waits], return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
