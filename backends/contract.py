@@ -7,7 +7,7 @@ whoever receives one owns it. Everything here can be sent over a pipe (`workers/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -226,6 +226,19 @@ class SampleResult:
     prompt_cache_hit_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDelta:
+    """What one sample of a streamed request has gained since the delta before: 1 token or more."""
+
+    index: int
+    """Which of the request's `num_samples`."""
+    tokens: np.ndarray
+    """int32[G]"""
+    logprobs: np.ndarray
+    """float32[G]"""
+    topk: TopkLogprobs | None = None
+
+
 class TrainingBackend(Protocol):
     """Many runs on one frozen base model. Every call may be repeated after a crash: the service
     restores a run from its last snapshot folder and plays the journal again.
@@ -272,6 +285,14 @@ class SamplingEngine(Protocol):
     """Generates from the base model and from any number of saved adapters at once."""
 
     async def sample(self, request: SampleRequest) -> SampleResult | Failure: ...
+
+    def stream(
+        self, request: SampleRequest
+    ) -> AsyncGenerator[SampleDelta | SampleResult | Failure]:
+        """The same, token by token: deltas, whose tokens together are those of the result, then
+        the result or a Failure. It never waits for its reader: what is not read yet is joined
+        to one delta a sample. A reader that leaves early cancels the request."""
+        ...
 
     async def cancel(self, request_id: str) -> None:
         """Stop generating for a request; its `sample` call returns a Failure soon after."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Never
 
 from rich.console import Console
+from rich.markup import escape
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -80,7 +81,7 @@ def wait_until_ready(server: subprocess.Popen[bytes]) -> str:
             if server.poll() is not None:
                 give_up(f"The server ended with status {server.returncode}.")
             last_line = next(iter(text.splitlines()[-1:]), "")
-            status.update(f"Starting the server, {waited_s:.0f} s  {last_line[:60]}")
+            status.update(f"Starting the server, {waited_s:.0f} s  {escape(last_line[:60])}")
             time.sleep(0.2)
     give_up(f"The server was not ready within {START_TIMEOUT_S} s.")
 

@@ -28,12 +28,14 @@ from server.api import (
     client,
     errors,
     futures,
+    losses,
     sampling,
     search,
     sessions,
     traces,
     training,
     usage,
+    weights,
 )
 from server.api.rooms import Rooms
 from server.audit.service import Audit
@@ -45,6 +47,7 @@ from server.checkpoints.storage import Storage
 from server.core.records import Run
 from server.dispatch import Dispatcher, DispatchSettings, Restartable
 from server.housekeeping import Housekeeping
+from server.losses.service import Check, CustomLosses
 from server.runs import queries as run_queries
 from server.runs.service import Runs
 from server.samplers import queries as sampler_queries
@@ -68,9 +71,11 @@ _ROUTES = (
     search,
     sessions,
     training,
+    losses,
     sampling,
     futures,
     checkpoints,
+    weights,
     archives,
     usage,
     audit,
@@ -152,6 +157,7 @@ class Service:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._settings.drain_grace_s)
         await self.rooms.samplers.drain()
+        await self.rooms.traces.stop()
         for backend in self._backends.values():
             await backend.stop(grace_s=5.0)
         for task in self._tasks:
@@ -197,6 +203,7 @@ class Service:
             keys=Keys(self._db, clock, Tokens(load_secret(data / "jwt.key"), clock)),
             sessions=sessions_room,
             runs=runs,
+            losses=CustomLosses(ledger, sessions_room, self._loss_checks(), clock),
             samplers=self._build_samplers(ledger, sessions_room, checkpoints_room, runs, clock),
             checkpoints=checkpoints_room,
             downloads=Downloads(storage, secret, clock),
@@ -226,6 +233,9 @@ class Service:
             max_waiting=self._settings.max_waiting_samples,
             clock=clock,
         )
+
+    def _loss_checks(self) -> Mapping[str, Check]:
+        return {name: backend.check_loss for name, backend in self._backends.items()}
 
     def _free(self, run: Run) -> None:
         # A run of a model that is not served any more has nothing to free.

@@ -23,6 +23,7 @@ from server.core.ids import RunId, TenantId
 from server.core.records import Request
 from server.core.requests import REPLAYED_KINDS, Kind
 from server.core.schedule import Served, Tick, next_tick
+from server.losses.service import with_loss
 from server.runs import queries
 from server.runs.execution import Executed, Execution
 from server.runs.operations import decode
@@ -246,13 +247,14 @@ class Dispatcher:
         requests = await self._ledger.db.read(lambda db: journal.replayable(db, run.id, after))
         log.info("run_restored", run=run.id, snapshot_seq=run.snapshot_seq, replayed=len(requests))
         for request in requests:
-            await self._replay(request)
+            await self._replay(live, request)
         if requests:  # the next crash would repeat it again
             live.unsaved_s += time.perf_counter() - started
 
-    async def _replay(self, request: Request) -> None:
+    async def _replay(self, live: LiveRun, request: Request) -> None:
         operation = decode(request)
         if isinstance(operation, ForwardBackward):
+            operation = await with_loss(self._ledger.db, operation, live.run.session_id)
             [result] = await self._backend.forward_backward([operation])
         else:
             assert isinstance(operation, OptimStep)

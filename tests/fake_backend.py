@@ -16,6 +16,7 @@ from backends.contract import (
     AdapterSpec,
     BackendError,
     Contents,
+    CustomLoss,
     Failure,
     ForwardBackward,
     LossResult,
@@ -94,6 +95,10 @@ class FakeBackend:
     async def describe(self) -> ModelInfo:
         await self._enter("describe")
         return INFO
+
+    async def check_loss(self, loss: CustomLoss) -> str | None:
+        await self._enter("check_loss")
+        return None
 
     async def create(self, run: str, spec: AdapterSpec) -> None:
         await self._enter("create")

@@ -23,6 +23,7 @@ from backends.model import FrozenModel
 from backends.sampling.batch import Batch, Piece, segments_of
 from backends.sampling.choice import choose
 from backends.sampling.jobs import Job, Sample, empty_sequence, mistake
+from backends.sampling.progress import Progress
 from backends.sampling.residency import AdapterResidency
 from backends.sampling.schedule import Schedule
 from backends.sampling.stops import Decoder
@@ -58,6 +59,8 @@ class EmbeddedEngine:
             lambda folder: load_adapter(folder, model.targets, model.device), adapter_budget_bytes
         )
         self._finished: list[Outcome] = []
+        self.progress = Progress()
+        """Of the requests that are followed, step by step."""
 
     @property
     def busy(self) -> bool:
@@ -89,11 +92,14 @@ class EmbeddedEngine:
     def abort(self) -> None:
         """Forget every request and every cached prefix, unreported: for a step that broke."""
         self._finished.clear()
+        self.progress.clear()
         self._schedule.clear()
 
     def take_finished(self) -> list[Outcome]:
         """What ended without a step, each reported once."""
         finished, self._finished = self._finished, []
+        for request_id, _ in finished:
+            self.progress.forget(request_id)
         return finished
 
     @torch.no_grad()
@@ -198,7 +204,9 @@ class EmbeddedEngine:
         own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         for i, (sample, token) in enumerate(zip(samples, chosen.tolist(), strict=True)):
             k = sample.job.request.topk_sample_logprobs
-            sequence = sample.push(token, own[i], _topk(logprobs[i], k) if k else None)
+            topk = _topk(logprobs[i], k) if k else None
+            self.progress.add(sample.job.id, sample.index, token, own[i], topk)
+            sequence = sample.push(token, own[i], topk)
             if sequence is None:
                 self._schedule.decode(sample)
             else:

@@ -56,9 +56,9 @@ class Compute:
 
     def _accept(self, call_id: int, call: Call) -> None:
         match call:
-            case messages.Sample(request):
+            case messages.Sample(request, stream):
                 self._attempt(
-                    lambda: self._add(call_id, request),
+                    lambda: self._add(call_id, request, stream),
                     lambda message: self._send(call_id, messages.Broke(message)),
                 )
             case messages.Cancel(request_id):
@@ -76,10 +76,12 @@ class Compute:
             case _:
                 self._training.append((call_id, self._units(call)))
 
-    def _add(self, call_id: int, request: SampleRequest) -> None:
+    def _add(self, call_id: int, request: SampleRequest, stream: bool) -> None:
         if request.request_id in self._sampling:
             raise BackendError(f"request {request.request_id} is under way already")
         self._engine.add(request)
+        if stream:
+            self._engine.progress.follow(request.request_id)
         self._sampling[request.request_id] = call_id
 
     def _units(self, call: TrainingCall) -> Units:
@@ -118,7 +120,10 @@ class Compute:
         self._attempt(self._sample_one_step, self._break_sampling)
 
     def _sample_one_step(self) -> None:
-        self._report(self._engine.step())
+        finished = self._engine.step()
+        for request_id, deltas in self._engine.progress.take():
+            self._send(self._sampling[request_id], messages.Progressed(deltas))
+        self._report(finished)
 
     def _report(self, finished: Sequence[tuple[str, SampleResult | Failure]]) -> None:
         for request_id, result in finished:

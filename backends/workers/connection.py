@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from itertools import count
 
 from backends.contract import BackendError
-from backends.workers.messages import READY_CALL, Call, Reply
+from backends.workers.messages import READY_CALL, Call, Progressed, Reply
 from backends.workers.wire import HEADER, Decoder, MalformedFrameError, Part, encode, new_body
 
 
@@ -21,6 +22,7 @@ class Connection:
         self._decoder = Decoder[Reply](Reply)
         self._ids = count(READY_CALL + 1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._listeners: dict[int, Callable[[Progressed], None]] = {}
         self._outbox = asyncio.Queue[list[Part]]()
         self._broken: BackendError | None = None
         self._ready = self._expect(READY_CALL)
@@ -37,11 +39,14 @@ class Connection:
 
     def post(self, call: Call) -> asyncio.Future[Reply]:
         """Put a call on its way; the reply may be left alone."""
-        if self._broken is not None:
-            raise self._broken
-        call_id = next(self._ids)
-        self._outbox.put_nowait(encode(call_id, call))
-        return self._expect(call_id)
+        return self._post(call)[1]
+
+    def follow(self, call: Call, listener: Callable[[Progressed], None]) -> asyncio.Future[Reply]:
+        """Like `post`; the listener hears of what comes before the reply."""
+        call_id, future = self._post(call)
+        self._listeners[call_id] = listener
+        future.add_done_callback(lambda _: self._listeners.pop(call_id, None))
+        return future
 
     async def wait_closed(self) -> None:
         """Returns when the other end is gone."""
@@ -60,6 +65,13 @@ class Connection:
                 # Nobody has to look at it: a posted call may have been left alone.
                 future.exception()
         self._waiting.clear()
+
+    def _post(self, call: Call) -> tuple[int, asyncio.Future[Reply]]:
+        if self._broken is not None:
+            raise self._broken
+        call_id = next(self._ids)
+        self._outbox.put_nowait(encode(call_id, call))
+        return call_id, self._expect(call_id)
 
     def _expect(self, call_id: int) -> asyncio.Future[Reply]:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -93,13 +105,21 @@ class Connection:
         await self._fill(memoryview(raw))
         header, body = new_body(raw)
         await self._fill(body.data)
-        future = self._waiting.pop(header.call_id, None)
+        future = self._waiting.get(header.call_id)
         if future is None or future.done():
+            self._waiting.pop(header.call_id, None)
             return
         try:
-            future.set_result(self._decoder.decode(header, body))
+            reply = self._decoder.decode(header, body)
         except MalformedFrameError as error:
+            del self._waiting[header.call_id]
             future.set_exception(BackendError(f"malformed reply: {error}"))
+            return
+        if isinstance(reply, Progressed):
+            self._listeners[header.call_id](reply)
+        else:
+            del self._waiting[header.call_id]
+            future.set_result(reply)
 
     async def _fill(self, view: memoryview) -> None:
         loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from backends.contract import (
     LossResult,
     ModelInfo,
     OptimStep,
+    SampleDelta,
     SampleRequest,
     SampleResult,
     StepResult,
@@ -63,6 +64,8 @@ class Unload(Struct, frozen=True, tag=True):
 
 class Sample(Struct, frozen=True, tag=True):
     request: SampleRequest
+    stream: bool = False
+    """Whether `Progressed` replies are wanted before the last one."""
 
 
 class Cancel(Struct, frozen=True, tag=True):
@@ -125,6 +128,12 @@ class Sampled(Struct, frozen=True, tag=True):
     value: SampleResult
 
 
+class Progressed(Struct, frozen=True, tag=True):
+    """A streamed sample goes on; more replies come under the same id."""
+
+    deltas: tuple[SampleDelta, ...]
+
+
 class Broke(Struct, frozen=True, tag=True):
     """This call failed as a whole; the worker goes on."""
 
@@ -132,7 +141,18 @@ class Broke(Struct, frozen=True, tag=True):
 
 
 Reply = (
-    Ready | Done | Described | Checked | Losses | Steps | Saved | Loaded | Sampled | Failed | Broke
+    Ready
+    | Done
+    | Described
+    | Checked
+    | Losses
+    | Steps
+    | Saved
+    | Loaded
+    | Progressed
+    | Sampled
+    | Failed
+    | Broke
 )
 
 

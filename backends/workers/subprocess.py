@@ -7,7 +7,7 @@ import asyncio
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -22,11 +22,13 @@ from backends.contract import (
     LossResult,
     ModelInfo,
     OptimStep,
+    SampleDelta,
     SampleRequest,
     SampleResult,
     StepResult,
 )
 from backends.workers import messages
+from backends.workers.backlog import Backlog
 from backends.workers.connection import Connection
 
 Expected = TypeVar("Expected")
@@ -146,6 +148,27 @@ class SubprocessBackend:
             raise
         return reply.value
 
+    async def stream(
+        self, request: SampleRequest
+    ) -> AsyncGenerator[SampleDelta | SampleResult | Failure]:
+        backlog = Backlog()
+        call = messages.Sample(request, stream=True)
+        reply = self._connection.follow(call, lambda progress: backlog.add(progress.deltas))
+        reply.add_done_callback(lambda _: backlog.wake())
+        try:
+            over = False
+            while not over:
+                await backlog.wait()
+                over = reply.done()
+                for delta in backlog.take():
+                    yield delta
+            yield _expected(reply.result(), messages.Sampled | messages.Failed).value
+        finally:
+            if not reply.done():
+                reply.cancel()
+                with suppress(BackendError):
+                    self._connection.post(messages.Cancel(request.request_id))
+
     async def cancel(self, request_id: str) -> None:
         await self._call(messages.Cancel(request_id), messages.Done)
 
@@ -171,11 +194,7 @@ class SubprocessBackend:
         return cls(process, Connection(ours), log)
 
     async def _call(self, call: messages.Call, expected: type[Expected]) -> Expected:
-        reply = await self._connection.call(call)
-        if isinstance(reply, messages.Broke):
-            raise BackendError(reply.message)
-        assert isinstance(reply, expected), reply
-        return reply
+        return _expected(await self._connection.call(call), expected)
 
     async def _close(self) -> None:
         """Wait for the worker's end, see that it is gone, and tell everyone."""
@@ -194,6 +213,13 @@ class SubprocessBackend:
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
             self._process.kill()
+
+
+def _expected(reply: messages.Reply, expected: type[Expected]) -> Expected:
+    if isinstance(reply, messages.Broke):
+        raise BackendError(reply.message)
+    assert isinstance(reply, expected), reply
+    return reply
 
 
 class Log:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 
 from backends.contract import (
     AdapterSpec,
@@ -15,6 +16,7 @@ from backends.contract import (
     LossResult,
     ModelInfo,
     OptimStep,
+    SampleDelta,
     SampleRequest,
     SampleResult,
     StepResult,
@@ -73,6 +75,13 @@ class SupervisedBackend:
 
     async def sample(self, request: SampleRequest) -> SampleResult | Failure:
         return await (await self._live()).sample(request)
+
+    async def stream(
+        self, request: SampleRequest
+    ) -> AsyncGenerator[SampleDelta | SampleResult | Failure]:
+        async with aclosing((await self._live()).stream(request)) as stream:
+            async for part in stream:
+                yield part
 
     async def cancel(self, request_id: str) -> None:
         await (await self._live()).cancel(request_id)

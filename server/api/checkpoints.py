@@ -12,7 +12,6 @@ from fastapi.responses import FileResponse
 from server.api.rooms import (
     AccessScope,
     Caller,
-    IdempotencyKey,
     InRooms,
     Limit,
     Offset,
@@ -21,7 +20,7 @@ from server.api.rooms import (
 )
 from server.audit.events import of_checkpoint
 from server.core.ids import RunId, user_urn
-from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_kind, parse_path
+from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_kind
 from server.core.records import Checkpoint, Run
 from server.wire.json_shapes import WireModel, parse_json
 
@@ -38,16 +37,6 @@ _TYPES = {
 
 
 class SetTtl(WireModel):
-    ttl_seconds: int | None = None
-
-
-class WeightsInfo(WireModel):
-    tinker_path: str
-
-
-class CopyWeights(WireModel):
-    source_path: str
-    destination_project_id: str
     ttl_seconds: int | None = None
 
 
@@ -197,31 +186,3 @@ async def download(
     file = rooms.downloads.open(folder, name, expires, signature)
     await rooms.checkpoints.check_stands(folder)
     return FileResponse(file)
-
-
-@router.post("/weights_info")
-async def weights_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
-    path = parse_path(parse_json(WeightsInfo, body).tinker_path)
-    found = await rooms.checkpoints.readable(caller.id, path)
-    return {
-        "base_model": found.base_model,
-        "is_lora": True,
-        "lora_rank": found.lora.rank,
-        "train_unembed": found.lora.train_unembed,
-        "train_mlp": found.lora.train_mlp,
-        "train_attn": found.lora.train_attn,
-        "optimizer_config": {"type": "adamw"},
-    }
-
-
-@router.post("/copy_weights")
-async def copy_weights(
-    rooms: InRooms, caller: Caller, body: RawBody, idempotency_key: IdempotencyKey = None
-) -> dict[str, Any]:
-    copy = parse_json(CopyWeights, body)
-    source = await rooms.checkpoints.readable(caller.id, parse_path(copy.source_path))
-    target = await rooms.runs.add_holder(
-        caller, source, copy.destination_project_id, idempotency_key
-    )
-    copied = await rooms.checkpoints.copy(source, target, copy.ttl_seconds)
-    return {"tinker_path": str(copied.path)}

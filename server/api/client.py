@@ -44,6 +44,7 @@ async def client_config(rooms: InRooms, caller: Caller, body: RawBody) -> dict[s
         "create_model_via_load_weights": True,
         "proto_write_fwdbwd": True,
         "fwd_via_fwdbwd": True,
+        "custom_loss_server_side": True,
     }
 
 

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from server.core.errors import ServiceError
 
@@ -34,6 +35,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
         return _answer(error.status_code, str(error.detail), "user", retry=False)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone_away(_: Request, __: ClientDisconnect) -> JSONResponse:
+        # Nobody reads this; without it, every client that is killed would fill the log.
+        return _answer(400, "the client went away before its request was here", "user", retry=True)
 
     @app.exception_handler(OperationalError)
     async def database_away(request: Request, error: OperationalError) -> JSONResponse:

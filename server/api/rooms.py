@@ -18,6 +18,7 @@ from server.core.errors import ShuttingDown, TooLarge
 from server.core.ids import SessionId
 from server.core.records import Request as Job
 from server.core.records import Run, Tenant
+from server.losses.service import CustomLosses
 from server.runs.service import Runs
 from server.samplers.service import Samplers
 from server.settings import Settings
@@ -39,6 +40,7 @@ class Rooms:
     keys: Keys
     sessions: Sessions
     runs: Runs
+    losses: CustomLosses
     samplers: Samplers
     checkpoints: Checkpoints
     downloads: Downloads

@@ -71,6 +71,13 @@ class QueueFull(ServiceError):
     retry = True
 
 
+class Unavailable(ServiceError):
+    """What computes is being started again; come back shortly."""
+
+    status = 503
+    retry = True
+
+
 class ShuttingDown(ServiceError):
     """The service is draining and takes no new work; another start will."""
 

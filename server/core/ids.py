@@ -14,6 +14,8 @@ TenantId = NewType("TenantId", str)
 SessionId = NewType("SessionId", str)
 RunId = NewType("RunId", str)
 SamplingSessionId = NewType("SamplingSessionId", str)
+CustomLossId = NewType("CustomLossId", str)
+"""Of a session's losses; each has a number behind it."""
 RequestId = NewType("RequestId", str)
 
 CLONE_SIZE = 1_000_000_000
@@ -43,7 +45,11 @@ def sampling_session_id(session: SessionId, seq_id: int) -> SamplingSessionId:
     return SamplingSessionId(f"{session}:sample:{seq_id}")
 
 
-def request_id(owner: RunId | SamplingSessionId, seq_id: int) -> RequestId:
+def custom_loss_id(session: SessionId) -> CustomLossId:
+    return CustomLossId(f"{session}:loss")
+
+
+def request_id(owner: RunId | SamplingSessionId | CustomLossId, seq_id: int) -> RequestId:
     """A re-sent submission carries the same seq_id, and so gets the same future."""
     return RequestId(f"{owner}:{seq_id}")
 

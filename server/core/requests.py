@@ -28,6 +28,8 @@ class Kind(StrEnum):
     """Publish the weights to sample from."""
     SAVE_EXTERNAL = "save_external"
     """Write the adapter for download."""
+    CUSTOM_LOSS = "custom_loss"
+    """Store a loss of the client's own."""
     SAMPLE = "sample"
     """Generate from a sampling session."""
 

@@ -80,8 +80,8 @@ def decode_body(kind: Kind, body: bytes, content_type: str) -> Operation:
             external = parse_json(wire.SaveWeightsExternal, body)
             recipients = check_recipients(external.age_encryption_recipients)
             return replace(_save(CheckpointKind.EXTERNAL, external), recipients=recipients)
-        case Kind.SAMPLE:
-            raise AssertionError("samples are not run operations")
+        case Kind.SAMPLE | Kind.CUSTOM_LOSS:
+            raise AssertionError(f"{kind} is no run operation")
 
 
 def _training_path(text: str) -> CheckpointPath:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import structlog
 
-from backends.contract import AdapterSpec
+from backends.contract import AdapterSpec, ForwardBackward
 from server.catalogue import Catalogue
 from server.checkpoints.service import Checkpoints
 from server.core.errors import BadInput
@@ -25,10 +25,12 @@ from server.core.limits import text_metadata
 from server.core.paths import parse_path
 from server.core.records import Checkpoint, LoraShape, Request, Run, Tenant
 from server.core.requests import Job, Kind, State
+from server.losses.service import with_loss
 from server.runs import queries, wire
+from server.runs.custom_validation import check_pass
 from server.runs.operations import Operation, decode, decode_body
 from server.runs.registry import LiveRun, Registry, Stored
-from server.runs.validation import check_adapter_spec, check_forward_backward
+from server.runs.validation import check_adapter_spec
 from server.store import journal
 from server.store.database import AsyncSession
 from server.store.ledger import Ledger, Outcome
@@ -132,7 +134,8 @@ class Runs:
             tokens=operation.num_tokens,
         )
         try:
-            check_forward_backward(operation, self._catalogue.get(live.run.base_model).info)
+            operation = await with_loss(self._ledger.db, operation, live.run.session_id)
+            check_pass(operation, self._catalogue.get(live.run.base_model).info)
         except BadInput as error:
             return await self._refuse(live, request, str(error))
         return await self._accept(live, request, operation)
@@ -203,6 +206,8 @@ class Runs:
                 continue
             try:
                 operation = decode(request)
+                if isinstance(operation, ForwardBackward):
+                    operation = await with_loss(self._ledger.db, operation, live.run.session_id)
             except BadInput as error:
                 # Accepted by an older version whose rules differed.
                 outcome = Outcome(error=str(error), error_category="user")

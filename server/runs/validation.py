@@ -35,7 +35,7 @@ def check_forward_backward(request: ForwardBackward, info: ModelInfo) -> None:
         raise BadInput(f"loss_fn: {brief(request.loss)} is not known; known are {known}.")
     _check_config(request, signature)
     for index, datum in enumerate(request.data):
-        _check_tokens(f"data[{index}]", datum.tokens, info)
+        check_tokens(f"data[{index}]", datum.tokens, info)
         _check_names(f"data[{index}]", datum, request.loss, signature)
         _check_inputs(f"data[{index}]", datum, request.loss, signature, info)
 
@@ -56,7 +56,7 @@ def _check_config(request: ForwardBackward, signature: LossSignature) -> None:
         )
 
 
-def _check_tokens(where: str, tokens: np.ndarray, info: ModelInfo) -> None:
+def check_tokens(where: str, tokens: np.ndarray, info: ModelInfo) -> None:
     length, limit = len(tokens), info.max_context_length
     if length == 0:
         raise BadInput(f"{where}.model_input: holds no token; a datum needs at least 1.")
@@ -96,7 +96,7 @@ def _check_inputs(
                 f"and they must agree."
             )
         if name == "target_tokens":
-            _check_target_tokens(place, array, info)
+            check_target_tokens(place, array, info)
         elif array.dtype.kind == "f" and not np.isfinite(array).all():
             position = first_position(~np.isfinite(array))
             raise BadInput(
@@ -125,7 +125,7 @@ def _check_targets_per_position(
         )
 
 
-def _check_target_tokens(where: str, array: np.ndarray, info: ModelInfo) -> None:
+def check_target_tokens(where: str, array: np.ndarray, info: ModelInfo) -> None:
     if array.dtype.kind != "i":
         raise BadInput(f"{where}: is {array.dtype.name}; token ids are integers.")
     check_token_ids(where, array, vocab_size=info.vocab_size)

@@ -68,6 +68,12 @@ class Traces:
             return Export(error="the trace could not be written; the server's log has the details")
         return Export(file=task.result())
 
+    async def stop(self) -> None:
+        """Leave what is being built; it is asked for again."""
+        for task in self._building.values():
+            task.cancel()
+        await asyncio.gather(*self._building.values(), return_exceptions=True)
+
     def url(self, name: str, base_url: str) -> str:
         """Where anybody can fetch the file for the next hour."""
         expires = int(self._clock()) + LIFETIME_S

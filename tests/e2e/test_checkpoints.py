@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.client import (
@@ -403,9 +402,7 @@ def test_a_seed_repeats_the_adapter_exactly(
     assert not torch.equal(*[next(iter(adapter.values())) for adapter in unseeded])
 
 
-def test_a_fresh_adapter_is_the_base_model(
-    service: tinker.ServiceClient, model_path: Path
-) -> None:
+def test_a_fresh_adapter_is_the_base_model(service: tinker.ServiceClient, model_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
     with torch.no_grad():
         expected = logprobs(model, torch.tensor(PROBE[:-1]), torch.tensor(PROBE[1:])).numpy()

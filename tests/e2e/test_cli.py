@@ -1,5 +1,5 @@
-"""Every command of the `tinker` CLI but `checkpoint push-hf`, which needs a model hub: each in a
-process of its own, as a user runs it. The last test says that none is missing."""
+"""Every command of the `tinker` CLI but `checkpoint push-hf`, which needs a model hub. The last
+test says that none is missing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 import tinker
+from click.testing import CliRunner, Result
+from tinker.cli.__main__ import main_cli
 
 from tests.e2e.client import DATA, MODEL, fresh, new_run, train, wait
 from tests.running_server import RunningServer
@@ -26,7 +29,8 @@ TIMEOUT_S = 90
 
 @dataclass
 class Cli:
-    """`tinker` with its own home. The key is in the environment, unless a login is tried."""
+    """`tinker` with a home of its own. Each command runs in this process, as a new one takes
+    seconds to import the SDK; what asks for a terminal gets both."""
 
     url: str
     home: Path
@@ -35,30 +39,47 @@ class Cli:
     def __call__(self, *words: str) -> str:
         """What it printed; it must have gone well."""
         done = self.run(*words)
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, (done.output, done.exception)
         return done.stdout
 
     def json(self, *words: str) -> Any:
         return json.loads(self("-f", "json", *words))
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*words),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=self.environment,
-            cwd=self.home,
-        )
+    def run(self, *words: str) -> Result:
+        with chdir(self.home):
+            return CliRunner().invoke(main_cli, words, env=self.environment)
 
-    def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "tinker.cli", *words]
+    def in_a_terminal(self, *words: str, typed: str) -> str:
+        """Everything that a terminal showed while that was typed at its first question."""
+        master, slave = pty.openpty()
+        command = [sys.executable, "-m", "tinker.cli", *words]
+        environment = {name: value for name, value in self.environment.items() if value}
+        process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, **environment}
+        )
+        os.close(slave)
+        shown = b""
+        try:
+            while b"Paste your API key: " not in shown:
+                shown += os.read(master, 1024)
+            os.write(master, typed.encode() + b"\r")
+            while part := _read(master):
+                shown += part
+            process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(master)
+        return shown.decode()
 
     @property
-    def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name != "TINKER_API_KEY"}
-        own = {"TINKER_BASE_URL": self.url, "HOME": str(self.home), "COLUMNS": "200"}
-        return kept | own | ({} if self.key is None else {"TINKER_API_KEY": self.key})
+    def environment(self) -> dict[str, str | None]:
+        return {
+            "TINKER_BASE_URL": self.url,
+            "TINKER_API_KEY": self.key,
+            "HOME": str(self.home),
+            "COLUMNS": "200",
+        }
 
 
 @dataclass
@@ -93,8 +114,8 @@ def test_model_list(cli: Cli) -> None:
     assert MODEL in cli("model", "list")
     assert MODEL in cli("model", "list", "LLAMA")
     missing = cli.run("model", "list", "no-such-model")
-    assert missing.returncode != 0
-    assert "tml:organization:" in missing.stderr
+    assert missing.exit_code != 0
+    assert "tml:organization:" in str(missing.exception)
 
 
 def test_auth_status_and_whoami(cli: Cli) -> None:
@@ -105,18 +126,18 @@ def test_auth_status_and_whoami(cli: Cli) -> None:
 def test_auth_login_and_logout_in_a_terminal(server: RunningServer, tmp_path: Path) -> None:
     cli = Cli(server.url, tmp_path, None)
     key = server.keys["alice"]
-    printed = _in_a_terminal(cli, ["auth", "login"], typed=key)
+    printed = cli.in_a_terminal("auth", "login", typed=key)
     assert "Logged in as alice@" in printed
     assert key not in printed
     # From now on without a key in the environment.
     assert "Tinker accessible: yes" in cli("auth", "status")
     assert "Removed credential" in cli("auth", "logout")
-    assert cli.run("auth", "status").returncode != 0
+    assert cli.run("auth", "status").exit_code != 0
 
 
 def test_auth_login_with_a_wrong_key_says_so(server: RunningServer, tmp_path: Path) -> None:
     cli = Cli(server.url, tmp_path, None)
-    printed = _in_a_terminal(cli, ["auth", "login"], typed="tml-wrong")
+    printed = cli.in_a_terminal("auth", "login", typed="tml-wrong")
     assert "the API key is unknown or revoked" in printed
 
 
@@ -181,8 +202,6 @@ def test_billing_usage_and_checkpoint_storage(cli: Cli, work: Work) -> None:
 
 
 def test_every_command_is_tested_here() -> None:
-    from tinker.cli.__main__ import main_cli
-
     source = Path(__file__).read_text()
     context = main_cli.make_context("tinker", ["version"])
     for group in main_cli.list_commands(context):
@@ -190,28 +209,6 @@ def test_every_command_is_tested_here() -> None:
         for command in getattr(found, "commands", {}):
             if command != "push-hf":
                 assert f'"{group}", "{command}"' in source, (group, command)
-
-
-def _in_a_terminal(cli: Cli, words: list[str], typed: str) -> str:
-    """Everything the terminal showed."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        cli.command(*words), stdin=slave, stdout=slave, stderr=slave, env=cli.environment
-    )
-    os.close(slave)
-    shown = b""
-    try:
-        while b"Paste your API key: " not in shown:
-            shown += os.read(master, 1024)
-        os.write(master, typed.encode() + b"\r")
-        while part := _read(master):
-            shown += part
-        process.wait(TIMEOUT_S)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
-    return shown.decode()
 
 
 def _read(terminal: int) -> bytes:

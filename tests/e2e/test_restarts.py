@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
 import tinker
@@ -32,13 +31,10 @@ from tests.e2e.client import (
     adam,
     assert_same,
     fingerprint,
-    generate,
     new_run,
     output_logprobs,
-    pass_body,
     prompt,
     refused,
-    same,
     sampler_fingerprint,
     sampler_of,
     sft,
@@ -216,9 +212,7 @@ def test_chunks_keep_their_order_over_the_crash(crashed: Before, local: Raw) -> 
     local.forward_backward(twin, 1)
     for seq in (2, 3, 4):
         local.forward_backward(twin, seq, [sft(text(seq))])
-    steps = [
-        local.outcome(local.optim_step(run, 5)).json() for run in (crashed.raw_run, twin)
-    ]
+    steps = [local.outcome(local.optim_step(run, 5)).json() for run in (crashed.raw_run, twin)]
     assert steps[0]["metrics"] == pytest.approx(steps[1]["metrics"], rel=1e-5)
     assert steps[0]["metrics"]["num_gradients"] == 4
     assert_same(local.logprobs(crashed.raw_run, 7), local.logprobs(twin, 6), 1e-5)

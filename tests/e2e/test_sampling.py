@@ -1,8 +1,9 @@
-"""What a sample is: its randomness, its numbers, where it stops, and which weights it comes from."""
+"""What a sample is: its randomness, its numbers, its length, and the weights it comes from."""
 
 from __future__ import annotations
 
 import pickle
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.client import (
-    DATA,
     MAX_CONTEXT_LENGTH,
     MODEL,
     PROBE,
+    PROTOBUF,
     Raw,
     assert_same,
     fingerprint,
     generate,
     new_run,
+    pass_body,
     prompt,
     refused,
     same,
@@ -471,15 +473,40 @@ def test_a_sampler_outlives_its_checkpoint(
         wait(service.create_sampling_client(model_path=path))
 
 
-def test_samples_of_a_finished_session_are_refused(server: RunningServer) -> None:
+def test_a_finished_session_takes_no_more_work(server: RunningServer, raw: Raw) -> None:
+    """Protocol 3.6. (The SDK itself stops sending; another process of its user would not know.)"""
     client = tinker.ServiceClient(base_url=server.url, api_key=server.keys["alice"])
     sampler = wait(client.create_sampling_client(base_model=MODEL))
     run = new_run(client)
     generate(sampler, PROBE, 2)
-    client.close("success")
-    for send in (
-        lambda: sampler.sample(prompt(PROBE), 1, types.SamplingParams(max_tokens=1)),
-        lambda: run.forward(DATA, "cross_entropy"),
-    ):
-        with pytest.raises(tinker.APIStatusError, match="finished"):
-            wait(send())
+    wait(client.close("success"))
+    session = run.model_id.split(":")[0]
+    body = {"prompt": {"chunks": [{"tokens": PROBE}]}, "seq_id": 50}
+    refusals = [
+        raw.post("asample", {**body, "sampling_session_id": f"{session}:sample:0"}),
+        raw.post("forward_backward", pass_body(run.model_id, 50), headers=PROTOBUF),
+        raw.post("session_heartbeat", {"session_id": session}),
+        raw.post("create_model", {"session_id": session, "model_seq_id": 7, "base_model": MODEL}),
+    ]
+    for refusal in refusals:
+        assert refusal.status_code == 410
+        assert "finished" in refusal.json()["detail"]
+
+
+def test_a_sampler_whose_files_are_gone_says_so(
+    service: tinker.ServiceClient,
+    rest: tinker.RestClient,
+    trained: tinker.TrainingClient,
+    server: RunningServer,
+) -> None:
+    """Its checkpoint was deleted a while ago, before it ever sampled: no sample hangs."""
+    before = {folder.name for folder in (server.data / "weights").iterdir()}
+    path = wait(trained.save_weights_for_sampler("vanishing")).path
+    [folder] = {folder.name for folder in (server.data / "weights").iterdir()} - before
+    sampler = wait(service.create_sampling_client(model_path=path))
+    wait(rest.delete_checkpoint_from_tinker_path(path))
+    shutil.rmtree(server.data / "weights" / folder)
+    started = time.monotonic()
+    with pytest.raises(tinker.TinkerError):
+        generate(sampler, PROBE, 4)
+    assert time.monotonic() - started < 10

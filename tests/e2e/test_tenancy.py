@@ -113,9 +113,7 @@ def _posts(path: str, body: Callable[[Any], dict[str, Any]]) -> Ask:
 
 
 ON_A_RUN: dict[str, Ask] = {
-    "train it": lambda raw, id_: raw.post(
-        "forward_backward", pass_body(id_, 50), headers=PROTOBUF
-    ),
+    "train it": lambda raw, id_: raw.post("forward_backward", pass_body(id_, 50), headers=PROTOBUF),
     "step it": _posts("optim_step", lambda id_: {"model_id": id_, "seq_id": 51}),
     "save it": _posts("save_weights", lambda id_: {"model_id": id_, "seq_id": 52, "path": "x"}),
     "export it": _posts(
@@ -149,9 +147,7 @@ ON_A_SESSION: dict[str, Ask] = {
     "read it": lambda raw, id_: raw.get(f"sessions/{id_}"),
     "beat for it": _posts("session_heartbeat", lambda id_: {"session_id": id_}),
     "finish it": lambda raw, id_: raw.post(f"sessions/{id_}/finish", {}),
-    "move it": lambda raw, id_: raw.http.put(
-        f"sessions/{id_}/project", json={"project_id": "his"}
-    ),
+    "move it": lambda raw, id_: raw.http.put(f"sessions/{id_}/project", json={"project_id": "his"}),
     "make a run in it": _posts(
         "create_model", lambda id_: {"session_id": id_, "model_seq_id": 9, "base_model": MODEL}
     ),
@@ -214,9 +210,7 @@ def test_her_checkpoints_look_unknown(hers: Hers, bob_raw: Raw, what: str) -> No
         _looks_unknown(bob_raw, ON_A_CHECKPOINT[what], path, unknown)
 
 
-def test_he_cannot_resume_or_sample_her_checkpoints(
-    hers: Hers, bob: tinker.ServiceClient
-) -> None:
+def test_he_cannot_resume_or_sample_her_checkpoints(hers: Hers, bob: tinker.ServiceClient) -> None:
     with refused("does not exist"):
         wait(bob.create_training_client_from_state(hers.state))
     with refused("does not exist"):
@@ -258,9 +252,11 @@ def test_all_that_left_no_trace(hers: Hers, raw: Raw, service: tinker.ServiceCli
 def test_a_wrong_key_is_an_authentication_error(server: RunningServer, key: str) -> None:
     started = time.monotonic()
     with pytest.raises(tinker.AuthenticationError):
-        wait(tinker.ServiceClient(base_url=server.url, api_key=key).create_sampling_client(
-            base_model=MODEL
-        ))
+        wait(
+            tinker.ServiceClient(base_url=server.url, api_key=key).create_sampling_client(
+                base_model=MODEL
+            )
+        )
     assert time.monotonic() - started < 5
 
 

@@ -195,7 +195,7 @@ def _soft_targets(seed: int) -> types.Datum:
     )
 
 
-def _slowest_heartbeat(raw: Raw):  # noqa: ANN202
+def _slowest_heartbeat(raw: Raw):
     """Beat in a thread from now on; the function given back stops it and says the slowest."""
     session, over, latencies = raw.session(), threading.Event(), [0.0]
 

@@ -93,5 +93,11 @@ def where(condition: Any, input: Any, other: Any) -> Tensor:
     return torch.where(condition, input, other)
 
 
+def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    if n not in (0, 1, 2):
+        raise RefusedError(f"n is {n}; it may be up to 2")
+    return torch.diff(input, n, dim, prepend, append)
+
+
 def einsum(equation: str, *operands: Any) -> Tensor:
     return torch.einsum(equation, *operands)

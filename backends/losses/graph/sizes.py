@@ -51,6 +51,12 @@ def broadcast(call: Call, args: Args, kwargs: Kwargs) -> Need:
     return most, most
 
 
+def in_between(call: Call, args: Args, kwargs: Kwargs) -> Need:
+    """The same, with several more of that size on the way and for the gradient."""
+    most, work = broadcast(call, args, kwargs)
+    return 4 * most, work
+
+
 def product(call: Call, args: Args, kwargs: Kwargs) -> Need:
     """Each element of one with each of the others."""
     most = math.prod(tensor.numel() for tensor in _tensors(args, kwargs))

@@ -19,90 +19,13 @@ from backends.losses.graph.operations import (
     attribute,
     converted,
     einsum,
-    norm,
     plain_norm,
-    where,
 )
 from backends.losses.graph.scalars import MATH, OPERATORS
-
-# ---------------------------------------------------------------- functions that are methods too
-
-_CHEAP = (
-    *("abs", "neg", "positive", "square", "sign", "floor", "ceil", "round", "trunc", "frac"),
-    *("reciprocal", "isnan", "isinf", "isfinite", "logical_not", "bitwise_not", "nan_to_num"),
-    *("relu", "deg2rad", "rad2deg", "signbit"),
-)
-_COSTLY = (
-    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid"),
-    *("logit", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh"),
-    *("acosh", "atanh", "erf", "erfc", "sinc", "softmax", "log_softmax", "logsumexp"),
-)
-_COSTLIEST = ("erfinv", "lgamma", "digamma", "cumprod", "logcumsumexp")
-_PAIRS = (
-    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide"),
-    *("floor_divide", "remainder", "fmod", "maximum", "minimum", "fmax", "fmin"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater"),
-    *("greater_equal", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or"),
-    *("bitwise_xor", "clamp", "clip", "clamp_min", "clamp_max", "lerp", "addcmul", "addcdiv"),
-    *("masked_fill", "isclose", "heaviside", "copysign", "dist"),
-)
-_COSTLY_PAIRS = ("pow", "float_power", "atan2", "hypot", "xlogy", "logaddexp", "logaddexp2")
-_REDUCTIONS = (
-    *("sum", "mean", "nansum", "nanmean", "prod", "amax", "amin", "argmax", "argmin", "all"),
-    *("any", "std", "var", "count_nonzero", "aminmax", "trace", "cumsum"),
-)
-_SCANS = (
-    "cummax",
-    "cummin",
-    "gather",
-    "scatter",
-    "scatter_add",
-    "index_add",
-    "masked_scatter",
-    "take",
-)
-_SORTS = ("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode")
-_VIEWS = (
-    *("reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose", "permute"),
-    *("t", "swapaxes", "swapdims", "moveaxis", "movedim", "narrow", "select", "diagonal"),
-    *("flip", "fliplr", "flipud", "roll", "clone", "detach"),
-)
-_REHEARSED = (
-    *("tile", "broadcast_to", "triu", "tril", "diag", "diag_embed"),
-    *("index_select", "take_along_dim", "diff"),
-)
-_CONTRACTIONS = ("mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "ger")
-
-
-def _shared(owner: type[Tensor]) -> dict[str, Operation]:
-    """These are functions of `torch` and methods of its tensors alike."""
-    return {
-        **all_of(owner, _CHEAP, sizes.largest),
-        **all_of(owner, _COSTLY, sizes.largest, weight=8),
-        **all_of(owner, _COSTLIEST, sizes.largest, weight=64),
-        **all_of(owner, _PAIRS, sizes.broadcast),
-        **all_of(owner, _COSTLY_PAIRS, sizes.broadcast, weight=16),
-        **all_of(owner, ("max", "min"), sizes.broadcast),
-        **all_of(owner, ("masked_select",), sizes.broadcast, weight=8),
-        **all_of(owner, _REDUCTIONS, sizes.largest, weight=2),
-        **all_of(owner, _SCANS, sizes.largest, weight=16),
-        **all_of(owner, _SORTS, sizes.largest, weight=64),
-        **all_of(owner, ("quantile", "nanquantile"), sizes.product, weight=64),
-        **all_of(owner, _VIEWS, sizes.largest),
-        **all_of(owner, _REHEARSED, sizes.rehearsed, weight=2),
-        **all_of(owner, ("repeat_interleave",), sizes.rehearsed, weight=2, most_args=3),
-        **all_of(owner, _CONTRACTIONS, sizes.contraction),
-        **all_of(owner, ("matmul",), sizes.batched),
-        **all_of(owner, ("split",), sizes.split),
-        **all_of(owner, ("chunk", "tensor_split"), sizes.chunks),
-        **all_of(owner, ("unbind",), sizes.unbound),
-        "where": Operation(where),
-        "norm": Operation(norm, sizes.largest, weight=2, most_args=4),
-    }
-
+from backends.losses.graph.shared import shared
 
 METHODS: dict[str, Operation] = {
-    **_shared(Tensor),
+    **shared(Tensor),
     **all_of(Tensor, ("view", "view_as", "reshape_as", "contiguous"), sizes.largest),
     **all_of(Tensor, ("expand", "expand_as", "repeat", "unfold"), sizes.rehearsed),
     **all_of(Tensor, ("size", "dim", "ndimension", "numel", "nelement"), sizes.nothing),
@@ -127,7 +50,7 @@ _ACTIVATIONS = {
 }
 _DISTANCES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss"),
+    *("binary_cross_entropy_with_logits", "gaussian_nll_loss"),
     *("soft_margin_loss", "margin_ranking_loss", "hinge_embedding_loss", "pairwise_distance"),
 )
 _FUNCTIONAL: dict[str, Operation] = {
@@ -135,27 +58,28 @@ _FUNCTIONAL: dict[str, Operation] = {
         name: Operation(getattr(F, name), sizes.largest, 8, most_args)
         for name, most_args in _ACTIVATIONS.items()
     },
-    **all_of(F, _DISTANCES, sizes.broadcast, weight=16),
+    **all_of(F, _DISTANCES, sizes.in_between, weight=32),
+    **all_of(F, ("binary_cross_entropy",), sizes.in_between, weight=256),
     **all_of(F, ("nll_loss", "cross_entropy", "layer_norm"), sizes.largest, weight=16),
     "normalize": Operation(F.normalize, sizes.largest, 4, most_args=4),
-    "cosine_similarity": Operation(torch.cosine_similarity, sizes.broadcast, 8),
+    "cosine_similarity": Operation(torch.cosine_similarity, sizes.in_between, 8),
     "pad": Operation(F.pad, sizes.rehearsed),
     "one_hot": Operation(F.one_hot, sizes.one_hot),
 }
 
-_SPECIAL = ("expit", "logit", "entr", "erf", "erfc", "erfinv", "log_ndtr", "ndtr", "psi", "gammaln")
+_SPECIAL = ("expit", "entr", "erf", "erfc", "erfinv", "log_ndtr", "ndtr", "psi", "gammaln")
 _SPECIAL_PAIRS = ("xlogy", "xlog1py")
 _JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack")
 
 _TORCH: dict[str, Operation] = {
-    **_shared(torch),  # pyrefly: ignore[bad-argument-type]
+    **shared(torch),
     **all_of(torch, _JOINS, sizes.rehearsed),
     **all_of(torch, ("meshgrid", "broadcast_tensors"), sizes.rehearsed),
     **all_of(torch, ("zeros", "ones", "full", "arange", "linspace", "eye"), sizes.factory),
     **all_of(torch, ("zeros_like", "ones_like", "full_like"), sizes.largest),
     **all_of(torch, ("bucketize", "searchsorted"), sizes.largest, weight=16),
     **all_of(torch, ("rsub", "std_mean", "var_mean"), sizes.broadcast, weight=2),
-    **all_of(torch, ("cosine_similarity", "pairwise_distance"), sizes.broadcast, weight=8),
+    **all_of(torch, ("cosine_similarity", "pairwise_distance"), sizes.in_between, weight=8),
     "cdist": Operation(torch.cdist, sizes.batched, weight=4, most_args=4),
     "tensordot": Operation(torch.tensordot, sizes.contraction, most_args=3),
     "einsum": Operation(einsum, sizes.contraction),
@@ -173,6 +97,7 @@ FUNCTIONS: dict[str, Operation] = {
         f"torch.special.{name}": operation
         for name, operation in {
             **all_of(torch.special, _SPECIAL, sizes.largest, weight=32),
+            **all_of(torch.special, ("logit",), sizes.largest, weight=256),
             **all_of(torch.special, _SPECIAL_PAIRS, sizes.broadcast, weight=16),
             **all_of(torch.special, ("softmax", "log_softmax", "logsumexp"), sizes.largest, 8),
         }.items()

@@ -114,3 +114,39 @@ async def test_a_session_finishes_for_one_of_three_reasons(alice: Api):
     session = await alice.session()
     answer = await alice.post(f"sessions/{session}/finish", {"reason": {"type": "bored"}}, 400)
     assert "reason.type" in answer["detail"]
+
+
+async def test_a_key_of_the_owner_lets_somebody_else_copy(alice: Api, bob: Api):
+    path = await alice.save(await alice.run(await alice.session()), "one")
+    body = {"source_path": path, "destination_project_id": "p"}
+    await bob.post("copy_weights", body, 404)
+    headers = {"X-Tinker-Weights-Access-Token": alice.key or ""}
+    copied = await bob.http.post("copy_weights", json=body, headers=headers)
+    await bob.post("weights_info", {"tinker_path": copied.json()["tinker_path"]})
+    await alice.post("weights_info", {"tinker_path": copied.json()["tinker_path"]}, 404)
+    headers = {"X-Tinker-Weights-Access-Token": "tml-wrong"}
+    assert (await bob.http.post("copy_weights", json=body, headers=headers)).status_code == 401
+
+
+async def test_a_client_that_goes_away_is_no_failure_of_the_server(
+    local: Api,
+):
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    for path in ("telemetry", "create_session"):
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": f"/api/v1/{path}",
+            "raw_path": b"",
+            "query_string": b"",
+            "headers": [],
+        }
+        await local.app(scope, receive, send)
+    assert [message["status"] for message in sent if "status" in message] == [400, 400]

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from backends.contract import Datum, Failure, ForwardBackward, SampleRequest
+from backends.sampling.progress import Progress
 from backends.workers import messages
 from backends.workers.compute import Compute
 from backends.workers.messages import Broke, Reply
@@ -40,6 +41,7 @@ class Engine:
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.left: dict[str, int] = {}
+        self.progress = Progress()
 
     @property
     def busy(self) -> bool:
