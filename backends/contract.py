@@ -33,6 +33,9 @@ class LossSignature:
     """Legal keys of `loss_config`; each takes a finite number."""
     many_targets: bool = False
     """Whether `target_tokens` (and what goes with it) may be [N, K]."""
+    recorded: tuple[str, ...] = ()
+    """Inputs that the service puts in from what was recorded at sampling: every datum must say
+    which sampled sequences its tokens come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from server.api import (
     errors,
     futures,
     losses,
+    oai,
     sampling,
     search,
     sessions,
@@ -48,6 +49,9 @@ from server.core.records import Run
 from server.dispatch import Dispatcher, DispatchSettings, Restartable
 from server.housekeeping import Housekeeping
 from server.losses.service import Check, CustomLosses
+from server.oai.bills import Bills
+from server.oai.models import Models
+from server.oai.service import OpenAI
 from server.runs import queries as run_queries
 from server.runs.service import Runs
 from server.samplers import queries as sampler_queries
@@ -157,6 +161,7 @@ class Service:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._settings.drain_grace_s)
         await self.rooms.samplers.drain()
+        await self.rooms.oai.stop()
         await self.rooms.traces.stop()
         for backend in self._backends.values():
             await backend.stop(grace_s=5.0)
@@ -182,6 +187,7 @@ class Service:
             lora_alpha=settings.lora_alpha,
             clock=clock,
             wake=lambda model: self._dispatchers[model].wake(),
+            refuse_stable_reinforce=settings.stable_reinforce == "refuse",
         )
         for name, backend in self._backends.items():
             self._dispatchers[name] = Dispatcher(
@@ -197,6 +203,7 @@ class Service:
                 ),
                 clock=clock,
             )
+        samplers = self._build_samplers(ledger, sessions_room, checkpoints_room, runs, clock)
         return Rooms(
             settings=settings,
             catalogue=self._catalogue,
@@ -204,7 +211,8 @@ class Service:
             sessions=sessions_room,
             runs=runs,
             losses=CustomLosses(ledger, sessions_room, self._loss_checks(), clock),
-            samplers=self._build_samplers(ledger, sessions_room, checkpoints_room, runs, clock),
+            samplers=samplers,
+            oai=self._build_oai(samplers, checkpoints_room, clock),
             checkpoints=checkpoints_room,
             downloads=Downloads(storage, secret, clock),
             ledger=ledger,
@@ -236,6 +244,17 @@ class Service:
 
     def _loss_checks(self) -> Mapping[str, Check]:
         return {name: backend.check_loss for name, backend in self._backends.items()}
+
+    def _build_oai(
+        self, samplers: Samplers, checkpoints_room: Checkpoints, clock: Callable[[], float]
+    ) -> OpenAI:
+        return OpenAI(
+            models=Models(self._catalogue, checkpoints_room, self._settings.models),
+            samplers=samplers,
+            engines=self._backends,
+            bills=Bills(self._db, clock),
+            clock=clock,
+        )
 
     def _free(self, run: Run) -> None:
         # A run of a model that is not served any more has nothing to free.
@@ -288,6 +307,7 @@ def create_app(
     errors.install(app)
     for part in _ROUTES:
         app.include_router(part.router, prefix="/api/v1")
+    oai.install(app)
     return app
 
 

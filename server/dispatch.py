@@ -37,8 +37,8 @@ log = structlog.get_logger()
 
 _ATTEMPTS = 2
 """A request whose backend died this often is what kills it."""
-_PAUSE_S = 0.1
-"""After an error that no job is to blame for."""
+_PAUSE_S = 0.02
+"""After an error, so that two attempts never fall into one moment of a worker's end."""
 
 
 class Restartable(TrainingBackend, Protocol):
@@ -276,6 +276,7 @@ class Dispatcher:
             self._attempts[job.request] = count
             self._registry.known(job.run).queue.put_back(job)
         self.wake()
+        await asyncio.sleep(_PAUSE_S)
 
     async def _fail(self, tick: Tick, why: str) -> None:
         failed = [

@@ -8,6 +8,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from server.api.rooms import Rooms
+from server.samplers import recorded
 from server.store import journal
 
 log = structlog.get_logger()
@@ -37,6 +38,8 @@ class Housekeeping:
             log.info("session_expired", session=session)
             rooms.release(session)
         await rooms.checkpoints.remove_retired(rooms.samplers.adapters_in_use())
+        now = rooms.ledger.now()
+        await rooms.ledger.db.write(lambda db: recorded.remove_expired(db, now))
         since, before = self._results_expired_to, rooms.ledger.now() - rooms.settings.result_ttl_s
         await rooms.ledger.db.write(lambda db: journal.expire_results(db, since, before))
         self._results_expired_to = before

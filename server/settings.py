@@ -85,6 +85,10 @@ class Settings(BaseSettings):
     max_waiting_samples: int = Field(default=4096, ge=1)
     """Samples one tenant may have waiting; more are told to come back (429)."""
 
+    stable_reinforce: Literal["closest", "refuse"] = "closest"
+    """The vendor's objective of this name is not published: compute the closest one that is (see
+    backends/README.md), or refuse the loss."""
+
     jwt: bool = True
     """Have clients exchange their API key for a token that tells them who they are (`whoami`)."""
 

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from backends.contract import ForwardBackward
-from backends.losses import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
+from backends.losses import (
+    cispo,
+    cross_entropy,
+    dro,
+    gspo,
+    importance_sampling,
+    ppo,
+    stable_reinforce,
+)
 from backends.losses.base import Loss as Loss
 from backends.losses.graph import custom_loss
 
@@ -14,6 +22,7 @@ LOSSES: dict[str, Loss] = {
     "cispo": cispo.LOSS,
     "dro": dro.LOSS,
     "gspo": gspo.LOSS,
+    "stable_reinforce": stable_reinforce.LOSS,
 }
 
 

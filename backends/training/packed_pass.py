@@ -151,7 +151,7 @@ def _record(lanes: Sequence[Lane], computed: Sequence[_Computed]) -> None:
     logprobs = _to_numpy([c.logprobs for c in computed])
     losses = _to_numpy([c.loss for c in computed])
     scalars = [value.detach().to(torch.float64) for c in computed for value in c.metrics.values()]
-    values = iter(torch.stack(scalars).tolist())
+    values = iter(torch.stack(scalars).tolist() if scalars else [])
     for c, lp, loss in zip(computed, logprobs, losses, strict=True):
         metrics = {name: next(values) for name in c.metrics}
         lanes[c.piece.request].record(c.piece.datum, lp, loss, metrics)

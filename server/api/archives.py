@@ -10,6 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from server.api.checkpoints import path_of
 from server.api.rooms import Caller, InRooms
+from server.audit.events import of_read
 from server.checkpoints.archive import archive_bytes, stream
 
 router = APIRouter()
@@ -22,6 +23,7 @@ async def archive(
     """Sends the client to a URL that needs no key."""
     checkpoint = await rooms.checkpoints.readable(caller.id, path_of(run_id, kind, name))
     url, expires = rooms.downloads.archive_url(checkpoint, str(request.base_url).rstrip("/"))
+    await rooms.audit.record(of_read(caller.id, checkpoint, rooms.ledger.now(), "archive"))
     expiry = format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)
     return Response(status_code=302, headers={"Location": url, "Expires": expiry})
 
@@ -31,6 +33,7 @@ async def download_archive(
     folder: str, expires: int, signature: str, request: Request, rooms: InRooms
 ) -> Response:
     files = rooms.downloads.archive(folder, expires, signature)
+    await rooms.checkpoints.check_stands(folder)
     headers = {"Content-Length": str(archive_bytes(files))}
     if request.method == "HEAD":
         return Response(headers=headers, media_type="application/x-tar")

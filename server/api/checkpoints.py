@@ -18,7 +18,7 @@ from server.api.rooms import (
     RawBody,
     Rooms,
 )
-from server.audit.events import of_checkpoint
+from server.audit.events import of_read
 from server.core.ids import RunId, user_urn
 from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_kind
 from server.core.records import Checkpoint, Run
@@ -174,8 +174,7 @@ async def external_weights_urls(
     path = path_of(run_id, kind, name)
     checkpoint = await rooms.checkpoints.owned(caller.id, path)
     urls, expires = rooms.downloads.urls(checkpoint, str(request.base_url).rstrip("/"))
-    read = of_checkpoint("read", checkpoint, rooms.ledger.now(), purpose="download")
-    await rooms.audit.record(read)
+    await rooms.audit.record(of_read(caller.id, checkpoint, rooms.ledger.now(), "download"))
     return {"urls": urls, "expires": time_text(expires)}
 
 

@@ -19,6 +19,7 @@ from server.core.ids import SessionId
 from server.core.records import Request as Job
 from server.core.records import Run, Tenant
 from server.losses.service import CustomLosses
+from server.oai.service import OpenAI
 from server.runs.service import Runs
 from server.samplers.service import Samplers
 from server.settings import Settings
@@ -42,6 +43,7 @@ class Rooms:
     runs: Runs
     losses: CustomLosses
     samplers: Samplers
+    oai: OpenAI
     checkpoints: Checkpoints
     downloads: Downloads
     ledger: Ledger

@@ -61,7 +61,7 @@ async def get_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, A
         },
         "is_lora": True,
         "lora_rank": run.lora.rank,
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": run.optimizer.as_json(),
     }
 
 

@@ -38,7 +38,7 @@ async def weights_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[st
         "train_unembed": found.lora.train_unembed,
         "train_mlp": found.lora.train_mlp,
         "train_attn": found.lora.train_attn,
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": found.optimizer.as_json(),
     }
 
 

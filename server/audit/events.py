@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -45,6 +45,13 @@ def of_checkpoint(action: str, checkpoint: Checkpoint, at: float, **details: Any
             **details,
         },
     )
+
+
+def of_read(reader: TenantId, checkpoint: Checkpoint, at: float, purpose: str) -> Event:
+    """Somebody was given a checkpoint's files. It is told to the reader alone: who publishes a
+    checkpoint does not learn who is on the server."""
+    event = of_checkpoint("read", checkpoint, at, actor=user_urn(reader), purpose=purpose)
+    return replace(event, owner=reader)
 
 
 def of_key(action: str, tenant: Tenant, at: float) -> Event:

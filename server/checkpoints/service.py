@@ -76,6 +76,7 @@ class Checkpoints:
             created_at=now,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             user_metadata=user_metadata,
+            optimizer=run.optimizer,
         )
 
     async def of_run(self, run: RunId) -> list[Checkpoint]:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from server.core.ids import RequestId, RunId, SamplingSessionId, SessionId, TenantId
+from server.core.optimizers import ADAMW, Optimizer
 from server.core.paths import CheckpointKind, CheckpointPath
 from server.core.requests import Kind, State
 
@@ -80,6 +81,7 @@ class Run:
     snapshot_folder: str | None = None
     inflight_folder: str | None = None
     """The newest weights of its `inflight` samplers."""
+    optimizer: Optimizer = ADAMW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,8 @@ class Checkpoint:
     expires_at: float | None = None
     public: bool = False
     user_metadata: dict[str, str] = field(default_factory=dict)
+    optimizer: Optimizer = ADAMW
+    """Of the run it was saved from."""
 
     @property
     def path(self) -> CheckpointPath:

@@ -24,8 +24,8 @@ class TextStream:
         self._clean = 0
         """So many tokens of the window are shown; they are there because what a token looks like
         can depend on the one before."""
-        self._shown = 0
-        """So many characters of the window's text are shown."""
+        self._seen = ""
+        """What is shown of the window's text."""
 
     def push(self, token: int) -> str:
         """What can be shown now."""
@@ -34,24 +34,29 @@ class TextStream:
         self._window.append(token)
         text = self._decode(self._window)
         unsure = _marks_at_end(text)
-        fresh = text[self._shown : len(text) - unsure]
-        self._shown = max(self._shown, len(text) - unsure)
+        full = len(self._window) > _LONGEST
+        if not full and not text.startswith(self._seen):
+            # A byte that spoils those before it, until its character is whole.
+            return ""
+        fresh = text[len(self._seen) : len(text) - unsure]
+        self._seen = text[: len(self._seen) + len(fresh)]
         if not unsure:
             self._forget(self._clean, hidden=0)
             self._clean = len(self._window)
-        elif len(self._window) > _LONGEST:
+        elif full:
             self._clean = 0
-            self._forget(len(self._window) - _KEPT, hidden=len(text) - self._shown)
+            self._forget(len(self._window) - _KEPT, hidden=len(text) - len(self._seen))
         return fresh
 
     def flush(self) -> str:
         """What was held back; no more tokens come."""
-        return self._decode(self._window)[self._shown :]
+        return self._decode(self._window)[len(self._seen) :]
 
     def _forget(self, count: int, hidden: int) -> None:
         if count:
             del self._window[:count]
-            self._shown = max(0, len(self._decode(self._window)) - hidden)
+            text = self._decode(self._window)
+            self._seen = text[: max(0, len(text) - hidden)]
 
 
 def _marks_at_end(text: str) -> int:

@@ -77,10 +77,20 @@ class _Generation(Extension):
 class _Namespace(Namespace):
     """Without names that Python itself reads."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        super().__init__(attributes)
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.TemplateError(f"a template may not set {name!r}")
+        _check_name(name)
         super().__setitem__(name, value)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.TemplateError(f"a template may not set {name!r}")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -88,9 +98,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
-    )
+    names: dict[str, Any] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": _Namespace,
+    }
+    environment.globals.update(names)
     return environment
 
 

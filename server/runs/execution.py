@@ -122,6 +122,12 @@ class Execution:
                 f"checkpoint {load.path} has rank {source.lora.rank} and {_flags(source.lora)}; "
                 f"this run has rank {mine.lora.rank} and {_flags(mine.lora)}",
             )
+        if load.optimizer and source.optimizer != mine.optimizer:
+            return _refused(
+                job,
+                f"checkpoint {load.path} holds the state of {source.optimizer}; this run's "
+                f"optimizer is {mine.optimizer}",
+            )
         await self._backend.load(
             mine.id,
             self._checkpoints.storage.path(source.folder),

@@ -14,9 +14,11 @@ from server.core.paths import CheckpointKind, CheckpointPath, check_name, parse_
 from server.core.records import Request, SamplerKind
 from server.core.requests import Kind
 from server.runs import wire
+from server.runs.optimizers import chosen
 from server.runs.validation import check_optim_step
 from server.wire.json_shapes import parse_json
-from server.wire.training import decode_training
+from server.wire.recorded import RECORDED_CONTENT_TYPE, body_of, restored
+from server.wire.training import PROTOBUF_CONTENT_TYPE, decode_training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,10 @@ Operation = Create | Load | ForwardBackward | OptimStep | SaveCheckpoint | Publi
 def decode(request: Request) -> Operation:
     """Raises BadInput where the body is not what its kind needs."""
     assert request.payload is not None
+    if request.payload_type == RECORDED_CONTENT_TYPE:
+        body = body_of(request.payload)
+        decoded = decode_training(body, PROTOBUF_CONTENT_TYPE).request
+        return restored(decoded, request.payload)
     return decode_body(request.kind, request.payload, request.payload_type)
 
 
@@ -66,6 +72,7 @@ def decode_body(kind: Kind, body: bytes, content_type: str) -> Operation:
             return Create()
         case Kind.LOAD:
             load = parse_json(wire.LoadWeights, body)
+            chosen(load.optimizer_config)
             return Load(path=_training_path(load.path), optimizer=load.optimizer)
         case Kind.FORWARD | Kind.FORWARD_BACKWARD:
             return decode_training(body, content_type).request

@@ -22,6 +22,7 @@ from server.core.ids import (
     run_id,
 )
 from server.core.limits import text_metadata
+from server.core.optimizers import Optimizer
 from server.core.paths import parse_path
 from server.core.records import Checkpoint, LoraShape, Request, Run, Tenant
 from server.core.requests import Job, Kind, State
@@ -29,12 +30,15 @@ from server.losses.service import with_loss
 from server.runs import queries, wire
 from server.runs.custom_validation import check_pass
 from server.runs.operations import Operation, decode, decode_body
+from server.runs.optimizers import chosen, resumed
+from server.runs.recorded import Found, Recorded
 from server.runs.registry import LiveRun, Registry, Stored
 from server.runs.validation import check_adapter_spec
 from server.store import journal
 from server.store.database import AsyncSession
-from server.store.ledger import Ledger, Outcome
+from server.store.ledger import Also, Ledger, Outcome
 from server.tenancy.sessions import Sessions
+from server.wire.recorded import RECORDED_CONTENT_TYPE, join, with_logprobs
 from server.wire.training import ContentRefused, TrainingSubmission, decode_training
 
 JSON = "application/json"
@@ -58,6 +62,7 @@ class Runs:
         lora_alpha: float | None,
         clock: Callable[[], float],
         wake: Callable[[str], None],
+        refuse_stable_reinforce: bool = False,
     ) -> None:
         self._ledger = ledger
         self._sessions = sessions
@@ -66,11 +71,12 @@ class Runs:
         self._lora_alpha = lora_alpha
         self._clock = clock
         self._wake = wake
+        self._recorded = Recorded(ledger.db, clock, refuse=refuse_stable_reinforce)
         self.registry = Registry(self._fetch)
 
     async def create(self, tenant: Tenant, body: wire.CreateModel, payload: bytes) -> Request:
         """A new run with a fresh adapter; retrying returns the first attempt's request."""
-        _check_optimizer(body.optimizer_config)
+        optimizer = chosen(body.optimizer_config)
         model = self._catalogue.get(body.base_model)
         config = body.lora_config
         lora = LoraShape(
@@ -82,13 +88,12 @@ class Runs:
             train_unembed=config.train_unembed,
         )
         check_adapter_spec(adapter_spec(lora), model.info)
-        return await self._start(tenant, body, model.name, lora, Kind.CREATE, payload)
+        return await self._start(tenant, body, model.name, lora, optimizer, Kind.CREATE, payload)
 
     async def create_from_checkpoint(
         self, tenant: Tenant, body: wire.LoadWeights, payload: bytes
     ) -> Request:
         """A new run that starts where a checkpoint was saved, with that checkpoint's shape."""
-        _check_optimizer(body.optimizer_config)
         decode_body(Kind.LOAD, payload, JSON)
         source = await self._checkpoints.readable(tenant.id, parse_path(body.path))
         if body.base_model is not None and body.base_model != source.base_model:
@@ -97,7 +102,10 @@ class Runs:
                 f"{source.base_model!r}"
             )
         self._catalogue.get(source.base_model)
-        return await self._start(tenant, body, source.base_model, source.lora, Kind.LOAD, payload)
+        optimizer = resumed(source, with_state=body.optimizer, config=body.optimizer_config)
+        return await self._start(
+            tenant, body, source.base_model, source.lora, optimizer, Kind.LOAD, payload
+        )
 
     async def submit(
         self, tenant: Tenant, kind: Kind, body: bytes, envelope: wire.RunRequest
@@ -133,12 +141,20 @@ class Runs:
             self._request(tenant, live.run, submission.seq_id, kind, body, content_type),
             tokens=operation.num_tokens,
         )
+        info = self._catalogue.get(live.run.base_model).info
+        found: Found | None = None
         try:
             operation = await with_loss(self._ledger.db, operation, live.run.session_id)
-            check_pass(operation, self._catalogue.get(live.run.base_model).info)
+            signature = info.losses.get(operation.loss)
+            self._recorded.check_served(operation.loss, signature)
+            check_pass(operation, info)
+            if signature is not None and signature.recorded:
+                found = await self._recorded.find(live.run, submission)
         except BadInput as error:
             return await self._refuse(live, request, str(error))
-        return await self._accept(live, request, operation)
+        if found is None:
+            return await self._accept(live, request, operation)
+        return await self._accept_recorded(live, request, operation, found)
 
     async def of_session(self, session: SessionId) -> list[Run]:
         return await self._ledger.db.read(lambda db: queries.of_session(db, session))
@@ -166,6 +182,7 @@ class Runs:
             user_metadata={},
             created_at=now,
             last_request_at=now,
+            optimizer=source.optimizer,
         )
         return await self._ledger.db.write(lambda db: queries.add(db, run))
 
@@ -225,6 +242,7 @@ class Runs:
         body: wire.CreateModel | wire.LoadWeights,
         base_model: str,
         lora: LoraShape,
+        optimizer: Optimizer,
         kind: Kind,
         payload: bytes,
     ) -> Request:
@@ -242,6 +260,7 @@ class Runs:
             user_metadata=text_metadata(body.user_metadata),
             created_at=now,
             last_request_at=now,
+            optimizer=optimizer,
         )
 
         async def add_run(db: AsyncSession) -> None:
@@ -255,20 +274,37 @@ class Runs:
             self._wake(base_model)
         return stored
 
-    async def _accept(self, live: LiveRun, request: Request, operation: Operation) -> Request:
+    async def _accept(
+        self, live: LiveRun, request: Request, operation: Operation, also: Also | None = None
+    ) -> Request:
         now = self._clock()
+        stale = now - live.run.last_request_at >= _TOUCH_EVERY_S
 
         async def touch(db: AsyncSession) -> None:
-            await queries.change(db, live.run.id, last_request_at=now)
+            if also is not None:
+                await also(db)
+            if stale:
+                await queries.change(db, live.run.id, last_request_at=now)
 
-        stale = now - live.run.last_request_at >= _TOUCH_EVERY_S
-        stored, new = await self._ledger.submit(request, also=touch if stale else None)
+        stored, new = await self._ledger.submit(request, also=touch if stale or also else None)
         if new and stale:
             live.run = replace(live.run, last_request_at=now)
         if new:
             live.push(_job(stored), stored, operation, now)
             self._wake(live.run.base_model)
         return stored
+
+    async def _accept_recorded(
+        self, live: LiveRun, request: Request, operation: ForwardBackward, found: Found
+    ) -> Request:
+        """A pass together with what was recorded for it, which lives on for that."""
+        payload = join(request.payload or b"", found.logprobs)
+        return await self._accept(
+            live,
+            replace(request, payload=payload, payload_type=RECORDED_CONTENT_TYPE),
+            with_logprobs(operation, found.logprobs),
+            also=lambda db: self._recorded.renew(db, found),
+        )
 
     def _request(
         self, tenant: Tenant, run: Run, seq: int, kind: Kind, body: bytes, content_type: str
@@ -320,8 +356,3 @@ def _job(request: Request) -> Job:
         kind=request.kind,
         tokens=request.tokens,
     )
-
-
-def _check_optimizer(config: wire.OptimizerConfig) -> None:
-    if config.type != "adamw":
-        raise BadInput(f"optimizer_config.type is {config.type[:40]!r}; available: adamw")

@@ -41,7 +41,7 @@ class LoadWeights(WireModel):
     model_seq_id: int | None = Field(default=None, ge=0, le=MAX_SEQ_ID)
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: OptimizerConfig | None = None
     model_id: str | None = None
     seq_id: int | None = Field(default=None, ge=1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import structlog
@@ -29,9 +29,9 @@ from server.core.records import Request, SamplerKind, SamplingSession, Tenant
 from server.core.requests import Kind
 from server.core.usage import Sampled
 from server.runs.registry import Registry
-from server.samplers import queries
+from server.samplers import queries, recorded
 from server.samplers.validation import check_sample_request
-from server.store.ledger import Ledger, Outcome
+from server.store.ledger import Also, Ledger, Outcome
 from server.tenancy.sessions import Sessions
 from server.wire.json_shapes import WireModel
 from server.wire.sample_results import encode_sample_result
@@ -40,6 +40,8 @@ from server.wire.sampling import SampleBody, decode_sample, target_layout, to_sa
 log = structlog.get_logger()
 
 _ATTEMPTS = 3
+_PAUSE_S = 0.02
+"""So that two attempts never fall into one moment of an engine's end."""
 PROTOBUF = "application/x-protobuf"
 
 
@@ -167,6 +169,21 @@ class Samplers:
                 continue
             self._start(sampler, request, body, sample)
 
+    @contextmanager
+    def unjournaled(self, tenant: Tenant, samples: Sequence[SampleRequest]) -> Generator[None]:
+        """Count samples that others run as waiting, and their adapters as in use. Raises
+        QueueFull."""
+        if self._waiting[tenant.id] + len(samples) > self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} samples are waiting already; come back shortly")
+        self._waiting[tenant.id] += len(samples)
+        self._adapters.update({RequestId(one.request_id): one.adapter for one in samples})
+        try:
+            yield
+        finally:
+            self._waiting[tenant.id] -= len(samples)
+            for one in samples:
+                del self._adapters[RequestId(one.request_id)]
+
     def adapters_in_use(self) -> set[str]:
         """Folders, by path, that a sample under way reads or will read."""
         return {adapter for adapter in self._adapters.values() if adapter is not None}
@@ -253,23 +270,24 @@ class Samplers:
         self, sampler: SamplingSession, request: Request, body: SampleBody, sample: SampleRequest
     ) -> None:
         """The supervision loop of one sample: whatever it raises fails it alone."""
+        remember: Also | None = None
         try:
-            outcome = await self._outcome(self._engines[sampler.base_model], body, sample)
+            result = await self._generate(self._engines[sampler.base_model], sample)
+            outcome = _outcome(body, sample, result)
+            if body.record_stability_info and isinstance(result, SampleResult):
+                remember = self._remembering(sampler, request, sample, result)
         except Exception as error:
             log.exception("sample_failed", request=request.id)
             why = f"sampling failed: {type(error).__name__}: {error}"
             outcome = Outcome(error=why, error_category="server")
-        await self._ledger.finish(request, outcome)
+        await self._ledger.finish(request, outcome, remember)
 
-    async def _outcome(
-        self, engine: SamplingEngine, body: SampleBody, sample: SampleRequest
-    ) -> Outcome:
-        match await self._generate(engine, sample):
-            case SampleResult() as result:
-                encoded = encode_sample_result(result, target_layout(body))
-                return Outcome(result=encoded, result_type=PROTOBUF, sampled=_cost(sample, result))
-            case Failure(message=message, category=category):
-                return Outcome(error=message, error_category=category)
+    def _remembering(
+        self, sampler: SamplingSession, request: Request, sample: SampleRequest, done: SampleResult
+    ) -> Also:
+        """Has a sample's sequences written down with its result, to be trained on by name."""
+        sequences = recorded.describe(sampler, request, len(sample.prompt), done, now=self._clock())
+        return lambda db: recorded.add(db, sequences)
 
     async def _generate(
         self, engine: SamplingEngine, sample: SampleRequest
@@ -285,9 +303,19 @@ class Samplers:
                     "sample_lost", request=sample.request_id, attempt=attempt, why=str(error)
                 )
                 last = str(error)
+                await asyncio.sleep(_PAUSE_S)
         return Failure(
             message=f"the sampling engine failed {_ATTEMPTS} times: {last}", category="server"
         )
+
+
+def _outcome(body: SampleBody, sample: SampleRequest, done: SampleResult | Failure) -> Outcome:
+    match done:
+        case SampleResult():
+            encoded = encode_sample_result(done, target_layout(body))
+            return Outcome(result=encoded, result_type=PROTOBUF, sampled=_cost(sample, done))
+        case Failure(message=message, category=category):
+            return Outcome(error=message, error_category=category)
 
 
 def _cost(sample: SampleRequest, result: SampleResult) -> Sampled:

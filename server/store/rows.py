@@ -18,6 +18,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from server.core.optimizers import Optimizer
 from server.core.paths import CheckpointKind
 from server.core.records import LoraShape, SamplerKind, SessionStatus
 from server.core.requests import Kind, State
@@ -91,6 +92,7 @@ class RunRow(Base):
     snapshot_seq: Mapped[int | None] = mapped_column(BigInteger)
     snapshot_folder: Mapped[str | None]
     inflight_folder: Mapped[str | None]
+    optimizer: Mapped[dict[str, Any]]
 
 
 class RequestRow(Base):
@@ -155,6 +157,7 @@ class CheckpointRow(Base):
     expires_at: Mapped[float | None] = mapped_column(index=True)
     public: Mapped[bool]
     user_metadata: Mapped[dict[str, str]]
+    optimizer: Mapped[dict[str, Any]]
 
 
 _ENUMS: dict[str, dict[str, type[Enum]]] = {
@@ -164,15 +167,18 @@ _ENUMS: dict[str, dict[str, type[Enum]]] = {
     "Checkpoint": {"kind": CheckpointKind},
 }
 
+_PARTS: dict[str, type[Any]] = {"lora": LoraShape, "optimizer": Optimizer}
+
 
 def value(record: type[Record], row: Base) -> Record:
-    """The record of that name, field by field; `lora` is stored as JSON."""
+    """The record of that name, field by field; what has fields of its own is stored as JSON."""
     assert is_dataclass(record)
     values = {field.name: getattr(row, field.name) for field in fields(record)}
     for name, enum in _ENUMS.get(record.__name__, {}).items():
         values[name] = enum(values[name])
-    if "lora" in values:
-        values["lora"] = LoraShape(**values["lora"])
+    for name, part in _PARTS.items():
+        if name in values:
+            values[name] = part(**values[name])
     return record(**values)
 
 
@@ -182,6 +188,6 @@ def columns(record: Any) -> dict[str, Any]:
     for name, member in values.items():
         if isinstance(member, Enum):
             values[name] = member.value
-        elif isinstance(member, LoraShape):
+        elif isinstance(member, tuple(_PARTS.values())):
             values[name] = asdict(member)
     return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sqlalchemy import func, or_, select
@@ -33,6 +33,9 @@ class Traced:
     error_category: str | None
 
 
+_FACTS = [field.name for field in fields(Traced)]
+
+
 async def version(db: AsyncSession, session: SessionId) -> str:
     """Different whenever the session has another request, or another result."""
     query = select(func.count(), func.count(RequestRow.finished_at)).where(_of(session))
@@ -45,36 +48,17 @@ async def in_order(db: AsyncSession, session: SessionId, moment: str) -> AsyncIt
     order in which it came."""
     at = getattr(RequestRow, moment)
     source = func.coalesce(RequestRow.run_id, RequestRow.sampling_session_id)
+    facts = [source if name == "source" else getattr(RequestRow, name) for name in _FACTS]
     query = (
-        select(
-            RequestRow.id,
-            RequestRow.kind,
-            source,
-            RequestRow.seq,
-            RequestRow.tokens,
-            RequestRow.state,
-            RequestRow.created_at,
-            RequestRow.started_at,
-            RequestRow.finished_at,
-            RequestRow.error_category,
-        )
+        select(*facts)
         .where(_of(session), at.is_not(None))
         .order_by(at, RequestRow.id)
         .execution_options(yield_per=_READ_AT_ONCE)
     )
     async for row in await db.stream(query):
-        yield Traced(
-            id=row.id,
-            kind=Kind(row.kind),
-            source=row[2],
-            seq=row.seq,
-            tokens=row.tokens,
-            state=State(row.state),
-            created_at=row.created_at,
-            started_at=row.started_at,
-            finished_at=row.finished_at,
-            error_category=row.error_category,
-        )
+        values: dict[str, Any] = dict(zip(_FACTS, row, strict=True))
+        kind, state = Kind(values.pop("kind")), State(values.pop("state"))
+        yield Traced(kind=kind, state=state, **values)
 
 
 def _of(session: SessionId) -> Any:

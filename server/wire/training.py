@@ -25,6 +25,7 @@ from server.wire.json_shapes import (
     parse_json,
     parse_object,
 )
+from server.wire.provenance import Provenance, decode_provenance
 from server.wire.tensors import CellBudget, array_of, check_whole, flat_from_protobuf, to_dense
 
 PROTOBUF_CONTENT_TYPE = "application/x-protobuf"
@@ -50,6 +51,8 @@ class TrainingSubmission:
     model_id: str
     seq_id: int
     request: ForwardBackward
+    provenance: tuple[Provenance | None, ...]
+    """One a datum: which sampled sequences its tokens came from, where it says so."""
 
 
 class ContentRefused(BadInput):
@@ -88,9 +91,11 @@ def _decode_protobuf(body: bytes) -> TrainingSubmission:
         raise BadInput("The request body is not a ForwardBackwardRequest in protobuf.") from error
     envelope = _envelope(message.model_id, message.seq_id)
     try:
+        data = _data_from_protobuf(message.data)
         return _submission(
             envelope,
-            data=_data_from_protobuf(message.data),
+            data=data,
+            provenance=_provenance(message.data, data),
             loss=message.loss_fn,
             loss_config=_config_from_protobuf(message),
             backward=not message.forward_only,
@@ -103,6 +108,7 @@ def _submission(
     envelope: Envelope,
     *,
     data: tuple[Datum, ...],
+    provenance: tuple[Provenance | None, ...],
     loss: str,
     loss_config: dict[str, float | str],
     backward: bool,
@@ -110,7 +116,9 @@ def _submission(
     request = ForwardBackward(
         run=envelope.model_id, data=data, loss=loss, loss_config=loss_config, backward=backward
     )
-    return TrainingSubmission(model_id=envelope.model_id, seq_id=envelope.seq_id, request=request)
+    return TrainingSubmission(
+        model_id=envelope.model_id, seq_id=envelope.seq_id, request=request, provenance=provenance
+    )
 
 
 def _data_from_protobuf(messages: Any) -> tuple[Datum, ...]:
@@ -122,6 +130,13 @@ def _data_from_protobuf(messages: Any) -> tuple[Datum, ...]:
             loss_inputs=_inputs(f"data[{i}].loss_fn_inputs", message.loss_fn_inputs, budget),
         )
         for i, message in enumerate(messages)
+    )
+
+
+def _provenance(messages: Any, data: tuple[Datum, ...]) -> tuple[Provenance | None, ...]:
+    return tuple(
+        decode_provenance(f"data[{i}]", message, datum)
+        for i, (message, datum) in enumerate(zip(messages, data, strict=True))
     )
 
 
@@ -196,9 +211,12 @@ def _decode_json(body: bytes) -> TrainingSubmission:
     field = "forward_backward_input" if backward else "forward_input"
     try:
         content = parse_object(_ContentBody, getattr(parsed, field), field)
+        data = _data_from_json(content.data)
         return _submission(
             envelope,
-            data=_data_from_json(content.data),
+            data=data,
+            # SDKs that send JSON know no spans.
+            provenance=(None,) * len(data),
             loss=content.loss_fn,
             loss_config={n: _config_value(n, v) for n, v in content.loss_fn_config.items()},
             backward=backward,

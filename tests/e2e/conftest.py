@@ -74,7 +74,7 @@ def server(
     running.create_key("bob")
     running.start()
     yield running
-    running.interrupt()
+    running.kill()  # what a stop would take long to save, nobody will ask for
 
 
 @pytest.fixture

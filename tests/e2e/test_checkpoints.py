@@ -21,6 +21,7 @@ from tests.e2e.client import (
     MODEL,
     PROBE,
     UNTIED,
+    Raw,
     adam,
     adapter_of,
     assert_same,
@@ -373,13 +374,17 @@ def _status(url: str) -> int:
 
 
 def test_a_download_of_a_deleted_checkpoint_ends(
-    service: tinker.ServiceClient, rest: tinker.RestClient
+    service: tinker.ServiceClient, rest: tinker.RestClient, raw: Raw
 ) -> None:
     run = new_run(service)
     path = wait(run.save_weights_external(fresh())).path
     url = wait(rest.get_external_weights_urls(path)).urls["adapter_config.json"]
+    run_id, kind, name = path.removeprefix("tinker://").split("/")
+    archive = raw.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive")
+    links = [url, archive.headers["location"]]
+    assert [_status(link) for link in links] == [200, 200]
     wait(rest.delete_checkpoint_from_tinker_path(path))
-    assert _status(url) == 404
+    assert [_status(link) for link in links] == [404, 404]
     with refused("does not exist"):
         wait(rest.get_external_weights_urls(path))
 

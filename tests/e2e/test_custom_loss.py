@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +13,12 @@ import tinker
 import torch
 import torch.nn.functional as F
 from tinker import types
-from tinker.proto import tinker_public_pb2 as pb
 
 from tests.e2e.client import (
-    PROTOBUF,
-    Raw,
     adam,
     assert_same,
     fingerprint,
-    leaves_untouched,
     new_run,
-    pass_body,
     refused,
     rl,
     sft,
@@ -118,13 +113,24 @@ def test_the_server_computes_what_the_client_does(
         assert_same(fingerprint(here), fingerprint(there), 1e-5)
 
 
+@contextmanager
+def untouched(service: tinker.ServiceClient) -> Iterator[tinker.TrainingClient]:
+    """A run that has a gradient waiting, and has nothing else when the block is over."""
+    run, twin = new_run(service, seed=11), new_run(service, seed=11)
+    for one in (run, twin):
+        wait(one.forward_backward([sft(TOKENS)], "cross_entropy"))
+    yield run
+    for one in (run, twin):
+        wait(one.optim_step(adam()))
+    assert_same(fingerprint(run), fingerprint(twin), 1e-5)
+
+
 def test_a_forward_leaves_no_gradient(service: tinker.ServiceClient) -> None:
     def doubled(logprobs: Any, weights: Any) -> Any:
         return -2 * (logprobs * weights).sum(), {}
 
-    run = new_run(service)
     handle = wait(create(service, doubled, logprobs=1, weights=1))
-    with leaves_untouched(run):
+    with untouched(service) as run:
         config = {"loss_id": handle.loss_id}
         output = wait(run.forward([sft(TOKENS)], "custom", config))
         assert output.metrics["loss:sum"] > 0
@@ -151,10 +157,9 @@ def test_one_that_fails_when_it_runs_fails_alone(service: tinker.ServiceClient) 
     def infinite(logprobs: Any) -> Any:
         return (logprobs * torch.inf).sum(), {}
 
-    run = new_run(service)
     for fn, words in ((huge, ["repeat", "limit"]), (infinite, ["loss is -inf"])):
         handle = wait(create(service, fn, logprobs=1))
-        with leaves_untouched(run), refused("datum 0", "node", *words):
+        with untouched(service) as run, refused("datum 0", "node", *words):
             wait(run.forward_backward_custom([sft(TOKENS)], handle))
 
 
@@ -162,10 +167,9 @@ def test_an_input_that_is_missing_is_named(service: tinker.ServiceClient) -> Non
     def reads_margin(logprobs: Any, margin: Any) -> Any:
         return logprobs.sum() * margin, {}
 
-    run = new_run(service)
     handle = wait(create(service, reads_margin, logprobs=1, margin=0))
     config = {"loss_id": handle.loss_id}
-    with leaves_untouched(run), refused("data[0]", "margin", "missing"):
+    with untouched(service) as run, refused("data[0]", "margin", "missing"):
         wait(run.forward_backward([sft(TOKENS)], "custom", config))
     wrong = rl(TOKENS, [0.0] * 11, [0.0] * 11, margin=np.zeros(11, np.float32))
     with refused("margin", "rank 0"):
@@ -201,138 +205,3 @@ def test_a_loss_is_its_session_s_alone(
         run = new_run(other)
         with refused("loss_id", "no custom loss"):
             wait(run.forward_backward([sft(TOKENS)], "custom", {"loss_id": mine.loss_id}))
-
-
-# ---------------------------------------------------------------- without the SDK
-
-
-def body(session: str, seq: int = 0, **change: Any) -> dict[str, Any]:
-    nodes = [
-        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
-        {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "logprobs"}]},
-        {"op": "output", "name": "output", "target": "output", "args": [_RESULT]},
-    ]
-    return {
-        "type": "create_custom_loss",
-        "session_id": session,
-        "custom_loss_seq_id": seq,
-        "name": "total",
-        "inputs": [{"name": "logprobs", "rank": 1}],
-        "graph": {"format": 1, "nodes": nodes},
-        **change,
-    }
-
-
-_RESULT = {"tuple": [{"ref": "s"}, {"dict": {"custom/total:sum": {"ref": "s"}}}]}
-
-
-def with_args(*args: Any) -> dict[str, Any]:
-    """A graph whose second node has these arguments."""
-    graph = body("")["graph"]
-    graph["nodes"][1]["args"] = list(args)
-    return graph
-
-
-def test_a_retry_gets_the_same_loss(raw: Raw) -> None:
-    session = raw.session()
-    first = raw.promise("create_custom_loss", body(session))
-    again = raw.promise("create_custom_loss", body(session, name="other"))
-    second = raw.promise("create_custom_loss", body(session, seq=1))
-    assert first == again != second
-    answer = raw.outcome(first).json()
-    assert answer == {"type": "create_custom_loss", "loss_id": answer["loss_id"]}
-    assert answer["loss_id"] != raw.outcome(second).json()["loss_id"]
-
-
-def test_a_refused_loss_stays_refused(raw: Raw) -> None:
-    session = raw.session()
-    for graph in (with_args("text"), body("")["graph"]):
-        request = raw.promise("create_custom_loss", body(session, graph=graph))
-        answer = raw.outcome(request).json()
-        assert answer["category"] == "user"
-        assert "'s'" in answer["error"]
-
-
-def deep(levels: int) -> Any:
-    value: Any = 1
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-@pytest.mark.parametrize(
-    "graph",
-    [
-        with_args({"ref": "s"}),
-        with_args(10**40),
-        with_args(deep(100)),
-        with_args({"ref": "\ud800"}),
-        with_args({"ref": "logprobs"}, {"float": "1e999"}),
-    ],
-)
-def test_a_graph_that_cannot_be_read_is_a_mistake_of_its_user(raw: Raw, graph: Any) -> None:
-    answer = raw.post("create_custom_loss", json.dumps(body(raw.session(), graph=graph)).encode())
-    if answer.status_code == 200:
-        answer = raw.outcome(answer.json()["request_id"])
-        assert answer.json()["category"] == "user"
-    else:
-        assert answer.status_code == 400
-
-
-def test_a_body_beyond_the_limits_is_refused(raw: Raw) -> None:
-    session = raw.session()
-    huge = body(session, name="n" * 2_000_000)
-    assert raw.post("create_custom_loss", huge).status_code == 413
-    many = [{"name": f"i{index}", "rank": 1} for index in range(17)]
-    assert raw.post("create_custom_loss", body(session, inputs=many)).status_code == 400
-    assert raw.post("create_custom_loss", body(session, seq=-1)).status_code == 400
-    assert raw.post("create_custom_loss", body("session-nowhere")).status_code == 404
-
-
-def test_another_tenants_session_takes_no_loss(raw: Raw, server: RunningServer) -> None:
-    other = Raw(server.url, server.keys["bob"])
-    assert other.post("create_custom_loss", body(raw.session())).status_code == 404
-
-
-def custom_pass(run: str, seq: int, loss_id: str) -> bytes:
-    message = pb.ForwardBackwardRequest()
-    message.ParseFromString(pass_body(run, seq, [sft(TOKENS)], loss="custom"))
-    message.loss_fn_config_v2["loss_id"].text = loss_id
-    return message.SerializeToString()
-
-
-def steps(raw: Raw, run: str, loss_id: str, seqs: range) -> None:
-    for seq in seqs:
-        passed = raw.promise(
-            "forward_backward", custom_pass(run, 2 * seq + 1, loss_id), headers=PROTOBUF
-        )
-        stepped = raw.optim_step(run, 2 * seq + 2)
-        for request in (passed, stepped):
-            answer = raw.outcome(request)
-            assert b"category" not in answer.content, answer.content
-
-
-def test_a_loss_outlasts_a_crash(own_server: RunningServer) -> None:
-    """What was computed with it is computed again, and it can be used as before."""
-    raw = Raw(own_server.url, "")
-    session = raw.session()
-    request = raw.promise("create_custom_loss", body(session))
-    loss_id = raw.outcome(request).json()["loss_id"]
-    runs = [_run_of(raw, session, number) for number in range(2)]
-    steps(raw, runs[0], loss_id, range(4))
-    steps(raw, runs[1], loss_id, range(2))
-    own_server.kill()
-    own_server.start()
-    steps(raw, runs[1], loss_id, range(2, 4))
-    assert raw.outcome(request).json()["loss_id"] == loss_id
-    assert_same(raw.logprobs(runs[0], 20), raw.logprobs(runs[1], 20), 1e-6)
-
-
-def _run_of(raw: Raw, session: str, number: int) -> str:
-    request = {
-        "session_id": session,
-        "model_seq_id": number,
-        "base_model": "tiny/llama",
-        "lora_config": {"rank": 8, "seed": 1},
-    }
-    return raw.outcome(raw.promise("create_model", request)).json()["model_id"]

@@ -250,7 +250,7 @@ def test_a_custom_loss_equals_the_built_in_one(service: tinker.ServiceClient) ->
         data: list[types.Datum], per_datum: list[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         loss = -torch.stack([row.sum() for row in per_datum]).sum()
-        return loss, {"mine": float(loss)}
+        return loss, {"mine": loss.item()}
 
     output = wait(custom.forward_backward_custom(DATA, negative_likelihood))
     wait(custom.optim_step(adam()))

@@ -382,7 +382,9 @@ def test_any_integer_is_a_seed(raw: Raw, seed: int) -> None:
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
             "sampling_params": {"max_tokens": 8, "seed": seed},
         }
-        answers.append(raw.outcome(raw.promise("asample", body)).content)
+        response = pb.SampleResponse()
+        response.ParseFromString(raw.outcome(raw.promise("asample", body)).content)
+        answers.append(response.sequences[0].tokens)
     assert answers[0] == answers[1]
 
 

@@ -89,7 +89,8 @@ class Budget:
             raise RefusedError(f"gives a tensor of {tensor.dtype}, {tensor.layout}")
         if tensor.dim() > MAX_DIMS:
             raise RefusedError(f"gives {tensor.dim()} dimensions; the limit is {MAX_DIMS}")
-        size = tensor.numel() * tensor.element_size()
+        # A view takes nothing. Its gradient does, while it is added to that of the whole.
+        size = 0 if tensor._is_view() else tensor.numel() * tensor.element_size()
         if size > self._bytes:
             raise RefusedError(f"makes {size} bytes; {self._bytes} are left to this loss")
         self._bytes -= size

@@ -17,7 +17,7 @@ _CHEAP = (
 _COSTLY = (
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sigmoid"),
     *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh"),
-    *("acosh", "atanh", "erf", "erfc", "sinc", "softmax", "log_softmax", "logsumexp"),
+    *("acosh", "atanh", "erf", "erfc", "sinc", "softmax", "log_softmax"),
 )
 _COSTLIEST = ("erfinv", "lgamma", "digamma", "cumprod", "logcumsumexp")
 _PAIRS = (
@@ -31,9 +31,10 @@ _PAIRS = (
 _COSTLY_PAIRS = ("pow", "float_power", "atan2", "hypot", "xlogy", "logaddexp", "logaddexp2")
 _REDUCTIONS = (
     *("sum", "mean", "nansum", "nanmean", "amax", "amin", "argmax", "argmin", "all"),
-    *("any", "std", "var", "count_nonzero", "aminmax", "trace", "cumsum"),
+    *("any", "std", "var", "count_nonzero", "aminmax", "trace", "logsumexp"),
 )
 _SCANS = (
+    "cumsum",
     "prod",
     "cummax",
     "cummin",
@@ -48,8 +49,9 @@ _SORTS = ("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian",
 _VIEWS = (
     *("reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose", "permute"),
     *("t", "swapaxes", "swapdims", "moveaxis", "movedim", "narrow", "select", "diagonal"),
-    *("flip", "fliplr", "flipud", "roll", "clone", "detach"),
+    "detach",
 )
+_COPIES = ("flip", "fliplr", "flipud", "roll", "clone")
 _REHEARSED = (
     *("tile", "broadcast_to", "triu", "tril", "diag", "diag_embed"),
     *("index_select", "take_along_dim"),
@@ -69,11 +71,12 @@ def shared(owner: ModuleType | type[Tensor]) -> dict[str, Operation]:
         **all_of(owner, ("max", "min"), sizes.broadcast),
         **all_of(owner, ("masked_select",), sizes.broadcast, weight=8),
         **all_of(owner, ("dist", "isclose"), sizes.in_between, weight=8),
-        **all_of(owner, _REDUCTIONS, sizes.largest, weight=2),
+        **all_of(owner, _REDUCTIONS, sizes.reduced, weight=4),
         **all_of(owner, _SCANS, sizes.largest, weight=32),
         **all_of(owner, _SORTS, sizes.largest, weight=64),
         **all_of(owner, ("quantile", "nanquantile"), sizes.product, weight=64),
-        **all_of(owner, _VIEWS, sizes.largest),
+        **all_of(owner, _VIEWS, sizes.reduced, weight=4),
+        **all_of(owner, _COPIES, sizes.largest, weight=2),
         **all_of(owner, _REHEARSED, sizes.rehearsed, weight=2),
         **all_of(owner, ("repeat_interleave",), sizes.rehearsed, weight=2, most_args=3),
         **all_of(owner, _CONTRACTIONS, sizes.contraction),
@@ -83,5 +86,5 @@ def shared(owner: ModuleType | type[Tensor]) -> dict[str, Operation]:
         **all_of(owner, ("unbind",), sizes.unbound),
         "where": Operation(where),
         "diff": Operation(diff, sizes.rehearsed, weight=4),
-        "norm": Operation(norm, sizes.largest, weight=2, most_args=4),
+        "norm": Operation(norm, sizes.reduced, weight=4, most_args=4),
     }

@@ -39,6 +39,11 @@ def largest(call: Call, args: Args, kwargs: Kwargs) -> Need:
     return most, most
 
 
+def reduced(call: Call, args: Args, kwargs: Kwargs) -> Need:
+    """A look at everything, for a result that is smaller or a view of it."""
+    return 0, largest(call, args, kwargs)[1]
+
+
 def broadcast(call: Call, args: Args, kwargs: Kwargs) -> Need:
     """All arguments stretched to one shape."""
     shapes = [tensor.shape for tensor in _tensors(args, kwargs)]
@@ -107,31 +112,31 @@ def one_hot(call: Call, args: Args, kwargs: Kwargs) -> Need:
 
 def unbound(call: Call, args: Args, kwargs: Kwargs) -> Need:
     """One piece for each index of a dimension."""
-    return _pieces(_size_along(args, kwargs, 1))
+    return _pieces(args, _size_along(args, kwargs, 1))
 
 
 def split(call: Call, args: Args, kwargs: Kwargs) -> Need:
     """Pieces of a size, or of a list of sizes."""
     size = kwargs.get("split_size", args[1] if len(args) > 1 else 1)
     if isinstance(size, int):
-        return _pieces(-(-_size_along(args, kwargs, 2) // max(size, 1)))
-    return _pieces(len(size))
+        return _pieces(args, -(-_size_along(args, kwargs, 2) // max(size, 1)))
+    return _pieces(args, len(size))
 
 
 def chunks(call: Call, args: Args, kwargs: Kwargs) -> Need:
     """A number of pieces."""
     number = kwargs.get("chunks", args[1] if len(args) > 1 else 1)
-    return _pieces(number if isinstance(number, int) else len(number))
+    return _pieces(args, number if isinstance(number, int) else len(number))
 
 
 def _size_along(args: Args, kwargs: Kwargs, position: int) -> int:
     return args[0].shape[kwargs.get("dim", args[position] if len(args) > position else 0)]
 
 
-def _pieces(number: int) -> Need:
+def _pieces(args: Args, number: int) -> Need:
     if number > MAX_ITEMS:
         raise RefusedError(f"would make {number} pieces; the limit is {MAX_ITEMS}")
-    return 0, 0
+    return 0, args[0].numel()
 
 
 def indexed(call: Call, args: Args, kwargs: Kwargs) -> Need:
@@ -145,7 +150,8 @@ def indexed(call: Call, args: Args, kwargs: Kwargs) -> Need:
         return 0, 0
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(part, Tensor | list) for part in parts):
-        return value.numel(), 0
+        # A view costs nothing, but its gradient is as large as what it is a view of.
+        return 0, value.numel() // 16
     made = _rehearse(call, (value, tuple(p for part in parts for p in _all_of_mask(part))), {})
     return made, made + value.numel()
 

@@ -26,7 +26,7 @@ from backends.losses.graph.shared import shared
 
 METHODS: dict[str, Operation] = {
     **shared(Tensor),
-    **all_of(Tensor, ("view", "view_as", "reshape_as", "contiguous"), sizes.largest),
+    **all_of(Tensor, ("view", "view_as", "reshape_as", "contiguous"), sizes.reduced, 4),
     **all_of(Tensor, ("expand", "expand_as", "repeat", "unfold"), sizes.rehearsed),
     **all_of(Tensor, ("size", "dim", "ndimension", "numel", "nelement"), sizes.nothing),
     **all_of(Tensor, ("float", "double", "half", "bfloat16"), sizes.largest),
@@ -86,7 +86,7 @@ _TORCH: dict[str, Operation] = {
 }
 
 FUNCTIONS: dict[str, Operation] = {
-    "getattr": Operation(attribute, sizes.nothing, most_args=2),
+    "getattr": Operation(attribute, sizes.reduced, most_args=2),
     "operator.getitem": Operation(operator.getitem, sizes.indexed, 64, most_args=2),
     "operator.matmul": Operation(torch.matmul, sizes.batched, most_args=2),
     **{f"operator.{name}": Operation(call, weight=4) for name, call in OPERATORS.items()},
@@ -102,8 +102,8 @@ FUNCTIONS: dict[str, Operation] = {
             **all_of(torch.special, ("softmax", "log_softmax", "logsumexp"), sizes.largest, 8),
         }.items()
     },
-    "torch.linalg.norm": Operation(plain_norm, sizes.largest, weight=2, most_args=4),
-    "torch.linalg.vector_norm": Operation(torch.linalg.vector_norm, sizes.largest, weight=2),
+    "torch.linalg.norm": Operation(plain_norm, sizes.reduced, weight=4, most_args=4),
+    "torch.linalg.vector_norm": Operation(torch.linalg.vector_norm, sizes.reduced, weight=4),
 }
 
 _PREFIXES = {

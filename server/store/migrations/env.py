@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from server.store import history_rows, loss_rows  # noqa: F401 - tables are part of the metadata
+from server.store import history_rows, loss_rows, sequence_rows  # noqa: F401 - the metadata's
 from server.store.rows import Base
 
 context.configure(

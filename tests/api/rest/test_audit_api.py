@@ -93,6 +93,24 @@ async def test_a_filter_that_is_none_is_refused(alice: Api, wrong: dict[str, str
     assert next(iter(wrong)) in answer["detail"]
 
 
+async def test_who_reads_a_public_checkpoint_is_told_of_it_and_its_owner_is_not(
+    alice: Api, bob: Api
+):
+    path = await alice.save(
+        await alice.run(await alice.session()), "one", "save_weights_for_sampler"
+    )
+    await alice.send("POST", f"{url(path)}/publish")
+    assert (await bob.http.get(f"{url(path)}/archive")).status_code == 302
+    read = (await bob.get("audit"))["entries"][-1]
+    assert (read["event"], read["purpose"], read["tinker_path"]) == (
+        "checkpoint_read",
+        "archive",
+        path,
+    )
+    assert read["event_details"]["actor"] == "tml:organization_user:bob"
+    assert "bob" not in str(await alice.get("audit"))
+
+
 async def test_nobody_reads_of_another_tenant(alice: Api, bob: Api):
     await alice.save(await alice.run(await alice.session()), "one")
     assert await events(bob) == ["apikey_created"]

@@ -273,7 +273,7 @@ def test_metrics_have_one_colon_and_mean_is_over_datums(trainer):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"loss": "stable_reinforce"}, "unknown"),
+        ({"loss": "no_such_loss"}, "unknown"),
         ({"loss_config": {"beta": 1.0}}, "beta"),
         ({"loss_config": {"clip_low_threshold": math.nan}}, "clip_low_threshold"),
     ],

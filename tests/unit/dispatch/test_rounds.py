@@ -179,6 +179,27 @@ async def test_a_sample_that_restarts_the_worker_fails_no_training(place: Workpl
     assert [(await place.outcome(one)).state for one in requests] == [State.DONE, State.DONE]
 
 
+async def test_a_worker_that_refuses_calls_for_a_moment_before_it_is_dead_fails_no_request(
+    place: Workplace,
+):
+    """Its connection is broken already; its end is known only some turns of the loop later."""
+    run = await place.create()
+    ends = asyncio.get_running_loop().time() + 0.005
+    describe = place.backend.describe
+
+    async def on_its_way_out(*_: Any) -> Any:
+        if asyncio.get_running_loop().time() < ends:
+            raise BackendError("the worker ended with code -9")
+        return await describe()
+
+    place.backend.kill()
+    place.backend.describe = on_its_way_out  # type: ignore[method-assign]
+    request = await place.compute(run, 1, [3])
+    ends = asyncio.get_running_loop().time() + 0.005
+    await place.work()
+    assert (await place.outcome(request)).state is State.DONE
+
+
 async def test_an_error_nobody_expected_fails_its_tick_and_the_loop_goes_on(place: Workplace):
     run, other = await place.create(), await place.create()
     await place.compute(other, 1, [8])

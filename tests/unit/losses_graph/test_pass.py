@@ -1,0 +1,115 @@
+"""Custom losses in the packed pass: beside the requests of others, and never at their cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from backends.contract import CustomLoss, Failure, ForwardBackward, LossResult, OptimStep
+from backends.model import FrozenModel
+from backends.training.local import LocalTrainer
+from tests.tiny_models import tiny_llama, with_tokenizer
+from tests.unit.backends.material import run_all, sft, spec
+from tests.unit.losses_graph.graphs import SUM, X, call, graph, method, ref
+
+# As cross_entropy: -(logprobs * weights).sum()
+NEG_LL = graph(
+    call("product", "operator.mul", X, ref("weights")),
+    method("total", "sum", ref("product")),
+    call("loss", "operator.neg", ref("total")),
+    inputs=(("logprobs", 1), ("weights", 1)),
+)
+TOO_LARGE = graph(method("wide", "repeat", X, 2**30), method("loss", "sum", ref("wide")))
+NOT_ALLOWED = graph(call("bad", "torch.load", "/etc/passwd"), SUM)
+UNDERIVABLE = graph(
+    call("step", "torch.heaviside", X, X), method("loss", "sum", ref("step")), metrics={}
+)
+NAN_METRIC = graph(
+    SUM,
+    call("odd", "operator.truediv", ref("loss"), 0.0),
+    call("nan", "operator.sub", ref("odd"), ref("odd")),
+    metrics={"custom/odd:mean": ref("nan")},
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> FrozenModel:
+    path: Path = with_tokenizer(tiny_llama(tmp_path_factory.mktemp("llama")))
+    return FrozenModel.load(path, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def trainer(model: FrozenModel) -> LocalTrainer:
+    made = LocalTrainer(model, 4096)
+    for run in ("a", "b"):
+        made.create(run, spec(seed=1))
+    return made
+
+
+def custom(run: str, loss: CustomLoss, backward: bool = True) -> ForwardBackward:
+    request = sft(run, [5, 9, 3], backward=backward)
+    return replace(request, loss="custom", custom_loss=loss)
+
+
+def step(trainer: LocalTrainer, run: str) -> float:
+    [result] = trainer.optim_step([OptimStep(run=run, learning_rate=1e-2)])
+    assert not isinstance(result, Failure)
+    [output] = run_all(trainer, [sft(run, [7], seed=50, backward=False)])
+    assert isinstance(output, LossResult)
+    return output.metrics["loss:sum"]
+
+
+def test_it_trains_as_the_same_loss_that_is_built_in(trainer: LocalTrainer) -> None:
+    built_in, ours = run_all(trainer, [sft("a", [5, 9, 3]), custom("b", NEG_LL)])
+    assert isinstance(built_in, LossResult)
+    assert isinstance(ours, LossResult)
+    assert ours.metrics == {"loss:sum": pytest.approx(built_in.metrics["loss:sum"], rel=1e-6)}
+    assert [set(output) for output in ours.outputs] == [{"logprobs"}] * 3
+    assert step(trainer, "a") == pytest.approx(step(trainer, "b"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (TOO_LARGE, ["datum 0", "'wide'"]),
+        (NOT_ALLOWED, ["'bad'", "torch.load"]),
+        (UNDERIVABLE, ["datum 0", "backward pass"]),
+        (replace(NEG_LL, inputs=()), ["no inputs"]),
+    ],
+)
+def test_one_that_is_refused_leaves_its_neighbour_alone(
+    trainer: LocalTrainer, loss: CustomLoss, words: list[str]
+) -> None:
+    failed, fine = run_all(trainer, [custom("a", loss), sft("b", [5, 9, 3])])
+    assert isinstance(failed, Failure)
+    assert failed.category == "user"
+    assert all(word in failed.message for word in words), failed.message
+    [alone] = run_all(trainer, [sft("b", [5, 9, 3], backward=False)])
+    assert isinstance(fine, LossResult)
+    assert isinstance(alone, LossResult)
+    assert fine.metrics == pytest.approx(alone.metrics)
+
+
+def test_no_gradient_is_kept_of_a_request_that_failed(trainer: LocalTrainer) -> None:
+    before = step(trainer, "a")
+    run_all(trainer, [custom("a", TOO_LARGE), custom("a", NEG_LL, backward=False)])
+    assert step(trainer, "a") == before
+
+
+def test_a_metric_that_is_no_number_reaches_its_user(trainer: LocalTrainer) -> None:
+    [result] = run_all(trainer, [custom("a", NAN_METRIC)])
+    assert isinstance(result, LossResult)
+    assert np.isnan(result.metrics["custom/odd:mean"])
+
+
+def test_a_graph_for_too_many_datums_is_refused(trainer: LocalTrainer) -> None:
+    many = graph(*(call(f"n{i}", "torch.exp", X) for i in range(900)), SUM)
+    request = custom("a", many)
+    request = replace(request, data=request.data[:1] * 600)
+    [failed] = run_all(trainer, [request])
+    assert isinstance(failed, Failure)
+    assert "600 datums" in failed.message
