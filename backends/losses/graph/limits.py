@@ -19,8 +19,8 @@ MAX_DIMS = 16
 MAX_NODE_RUNS = 2**19
 """Nodes times datums of one request; a node costs about 10 microseconds, however small."""
 
-MAX_ELEMENTS = 2**22
-MAX_BYTES = 40 * 2**20
+MAX_ELEMENTS = 2**21
+MAX_BYTES = 24 * 2**20
 BYTES_PER_LOGPROB_BYTE = 64
 MAX_WORK = 2**28
 """For one datum; a unit is about a nanosecond."""

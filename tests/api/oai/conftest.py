@@ -63,9 +63,7 @@ class Oai:
         )
 
     async def complete(self, prompt: Any = "Hi", **more: Any) -> httpx2.Response:
-        return await self.http.post(
-            "completions", json={"model": MODEL, "prompt": prompt, **more}
-        )
+        return await self.http.post("completions", json={"model": MODEL, "prompt": prompt, **more})
 
 
 @pytest_asyncio.fixture

@@ -91,7 +91,6 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"echo": True, "stream": True, "logprobs": 1}, "echo"),
-    ({"max_tokens": 2**80}, "max_tokens"),
 ]
 
 
@@ -99,9 +98,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 async def test_a_chat_that_makes_no_sense(
     oai: Oai, backend: Writer, wrong: dict[str, Any], param: str
 ) -> None:
-    message = assert_error(
-        await oai.chat(**wrong), 400, type="invalid_request_error", param=param
-    )
+    message = assert_error(await oai.chat(**wrong), 400, type="invalid_request_error", param=param)
     assert param in message
     assert backend.sampled == []
 
@@ -192,10 +189,11 @@ async def test_no_more_may_wait_than_in_the_tinker_api(
     assert_error(await oai.complete(["x"] * 4, stream=True), 429, code="rate_limit_exceeded")
     backend.by_steps()
     waiting = asyncio.create_task(oai.complete(["x"] * 3))
-    while len(backend.sampled) < 3:
-        await asyncio.sleep(0.001)
+    await backend.asked(3)
     assert_error(await oai.chat(), 429)
-    refused = await client.ask("asample", **_tinker_sample(await client.sampler(await client.session())))
+    refused = await client.ask(
+        "asample", **_tinker_sample(await client.sampler(await client.session()))
+    )
     assert refused.status_code == 429
     assert len(client.rooms.samplers.adapters_in_use()) == 0
     backend.step(100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -22,9 +21,7 @@ def chat(client: Client, **more: Any) -> Reader:
 
 
 def complete(client: Client, **more: Any) -> Reader:
-    return Reader(
-        client.app, COMPLETIONS, {"model": MODEL, "prompt": "Hi", "stream": True, **more}
-    )
+    return Reader(client.app, COMPLETIONS, {"model": MODEL, "prompt": "Hi", "stream": True, **more})
 
 
 def events(text: str) -> list[Any]:
@@ -94,9 +91,7 @@ async def test_what_may_become_a_stop_string_is_held_back(client: Client, backen
     await reader.task
 
 
-async def test_a_reader_that_hangs_up_stops_the_generation(
-    client: Client, backend: Writer
-) -> None:
+async def test_a_reader_that_hangs_up_stops_the_generation(client: Client, backend: Writer) -> None:
     backend.by_steps()
     reader = complete(client)
     backend.step(2)
@@ -115,8 +110,7 @@ async def test_hanging_up_before_the_first_token_or_without_a_stream(
     backend.by_steps()
     for stream in (True, False):
         reader = complete(client, stream=stream)
-        while len(backend.sampled) < 1:
-            await asyncio.sleep(0.001)
+        await backend.asked(1)
         await reader.hang_up()
         assert backend.cancelled == [backend.sampled.pop().request_id]
         backend.cancelled.clear()
@@ -130,7 +124,7 @@ async def test_what_goes_wrong_on_the_way_is_the_last_event(
 ) -> None:
     backend.fail_with = Failure(message="broken", category="server")
     reader = complete(client)
-    got = [await reader.event() for _ in range(7)]
+    got = [await reader.event() for _ in range(6)]
     await reader.task
     assert json.loads(got[-1]) == {
         "error": {"message": "broken", "type": "server_error", "param": None, "code": None}

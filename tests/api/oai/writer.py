@@ -21,7 +21,7 @@ from backends.contract import (
     SampleResult,
     TopkLogprobs,
 )
-from tests.fake_backend import INFO, FakeBackend
+from tests.fake_backend import FakeBackend
 from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE
 
 
@@ -36,6 +36,7 @@ class Writer(FakeBackend):
         self.deaths = 0
         """How many calls from now on lose the engine."""
         self.cancelled: list[str] = []
+        self._asked = asyncio.Condition()
         self._allowed: asyncio.Semaphore | None = None
 
     async def describe(self) -> ModelInfo:
@@ -52,6 +53,11 @@ class Writer(FakeBackend):
         for _ in range(tokens):
             self._allowed.release()
 
+    async def asked(self, number: int) -> None:
+        """Returns when so many requests have come."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: len(self.sampled) >= number)
+
     async def sample(self, request: SampleRequest) -> SampleResult | Failure:
         async for part in self.stream(request):
             last = part
@@ -62,6 +68,8 @@ class Writer(FakeBackend):
         self, request: SampleRequest
     ) -> AsyncGenerator[SampleDelta | SampleResult | Failure]:
         self.sampled.append(request)
+        async with self._asked:
+            self._asked.notify_all()
         if self.deaths:
             self.deaths -= 1
             raise BackendError("the worker ended with code -9")

@@ -79,15 +79,22 @@ def numbered(steps: list[CustomLossNode], last: str) -> CustomLoss:
     return graph(*named, loss=last, inputs=inputs, metrics={"custom/m:mean": ref("x")})
 
 
+_RESET = Path("/proc/self/clear_refs")
+"""Linux alone: writing 5 here forgets the peak of the memory so far."""
+
+
 def peak_bytes() -> int:
-    """The most memory this process has had at once, resettable through `clear_refs`."""
+    """The most memory this process has had at once; 0 where that cannot be asked."""
+    if not _RESET.exists():
+        return 0
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def attempt(custom: CustomLoss) -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    if _RESET.exists():
+        _RESET.write_text("5")
     before, began = peak_bytes(), time.perf_counter()
     try:
         loss = custom_loss(custom, 1)

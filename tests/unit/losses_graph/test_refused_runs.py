@@ -65,7 +65,7 @@ AT_RUN_TIME: dict[str, tuple[list[CustomLossNode], str]] = {
     "expand": ([method("bad", "expand", X, 10**9, 4)], "bad"),
     "overflowing_expand": ([method("bad", "expand", X, 2**40, 2**40, 4)], "bad"),
     "repeat": ([method("bad", "repeat", X, 10**9)], "bad"),
-    "loop_of_repeats": (doubled(20), "r10"),
+    "loop_of_repeats": (doubled(20), "r9"),
     "interleave": ([call("bad", "torch.repeat_interleave", X, 10**9)], "bad"),
     "pad": ([call("bad", "torch.nn.functional.pad", X, tup(0, 10**10))], "bad"),
     "diag": ([call("bad", "torch.diag_embed", X, 10**9)], "bad"),
@@ -79,7 +79,7 @@ AT_RUN_TIME: dict[str, tuple[list[CustomLossNode], str]] = {
     ),
     "three_operands": ([call("bad", "torch.einsum", "i,i,i->i", X, X, X)], "bad"),
     "product": (
-        [call("a", "torch.zeros", 2000, 2000), call("bad", "torch.matmul", ref("a"), ref("a"))],
+        [call("a", "torch.zeros", 1200, 1200), call("bad", "torch.matmul", ref("a"), ref("a"))],
         "bad",
     ),
     "repeated_product": (

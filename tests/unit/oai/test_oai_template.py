@@ -87,9 +87,7 @@ def test_smollm_chats_as_in_transformers(chat: str) -> None:
 def test_odd_templates_render_as_in_transformers(name: str, chat: str, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", ODD[name])
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    expected = theirs.apply_chat_template(
-        CHATS[chat], add_generation_prompt=True, tokenize=False
-    )
+    expected = theirs.apply_chat_template(CHATS[chat], add_generation_prompt=True, tokenize=False)
     assert rendered(folder, CHATS[chat]) == expected
 
 

@@ -66,7 +66,11 @@ def test_tokens_come_with_their_text() -> None:
     assert (first.text, [one.offset for one in first.tokens]) == ("a", [10])
     second = push(watched, "a€x".encode()[3:])
     assert second.text == "€"
-    assert [(one.token, one.offset) for one in second.tokens] == [(0xE2, 11), (0x82, 11), (0xAC, 11)]
+    assert [(one.token, one.offset) for one in second.tokens] == [
+        (0xE2, 11),
+        (0x82, 11),
+        (0xAC, 11),
+    ]
     last = watched.finish()
     assert (last.text, [one.token for one in last.tokens]) == ("x", [ord("x")])
 

@@ -37,7 +37,9 @@ def byte_fallback() -> Tokenizer:
             decoders.Strip(content=" ", left=1),
         ]
     )
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("<s>", special=True), AddedToken("</s>", special=True)]
+    )
     return tokenizer
 
 

@@ -70,6 +70,11 @@ async def parts_of(backend: SubprocessBackend, request: SampleRequest, pause_s: 
     return parts
 
 
+async def _read(stream: AsyncIterator[object]) -> None:
+    async for _ in stream:
+        pass
+
+
 def assert_told(sequence: SampledSequence, deltas: list[SampleDelta]) -> None:
     """The deltas hold what the result holds."""
     whole = joined(deltas)
@@ -130,19 +135,19 @@ async def test_a_cancelled_request_ends_with_a_failure(backend: SubprocessBacken
 async def test_a_refused_request_is_only_a_failure(backend: SubprocessBackend):
     (failure,) = await parts_of(backend, question("none", num_samples=0))
     assert isinstance(failure, Failure)
-    with pytest.raises(BackendError, match="under way"):
-        async with aclosing(backend.stream(question("twice", 200))) as stream:
-            await anext(stream)
+    async with aclosing(backend.stream(question("twice", 500))) as stream:
+        await anext(stream)
+        with pytest.raises(BackendError, match="under way"):
             await parts_of(backend, question("twice"))
 
 
 async def test_a_worker_that_dies_ends_the_stream(model_path: Path, tmp_path: Path):
     backend = await started(model_path, tmp_path / "worker.log")
+    stream = backend.stream(question("q", 500))
+    await anext(stream)
+    os.kill(backend.pid, signal.SIGKILL)
     with pytest.raises(BackendError, match="code -9"):
-        async for _ in backend.stream(question("q", 500)):
-            if not backend.closed:
-                os.kill(backend.pid, signal.SIGKILL)
-                await backend.wait_closed()
+        await _read(stream)
 
 
 async def test_what_nobody_reads_is_joined():
