@@ -14,6 +14,8 @@ from server.store import journal
 log = structlog.get_logger()
 
 PERIOD_S = 30.0
+ABANDONED_AFTER_S = 86_400.0
+"""How long the unnamed samplers of a client that fell silent are kept for its return."""
 
 
 class Housekeeping:
@@ -37,6 +39,7 @@ class Housekeeping:
         for session in await rooms.sessions.expire_silent(rooms.settings.session_timeout_s):
             log.info("session_expired", session=session)
             rooms.release(session)
+        await rooms.samplers.drop_abandoned(rooms.ledger.now() - ABANDONED_AFTER_S)
         await rooms.checkpoints.remove_retired(rooms.samplers.adapters_in_use())
         now = rooms.ledger.now()
         await rooms.ledger.db.write(lambda db: recorded.remove_expired(db, now))

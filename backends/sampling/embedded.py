@@ -196,6 +196,9 @@ class EmbeddedEngine:
 
     def _advance(self, candidates: Sequence[Candidate]) -> None:
         """Choose a token for each; the finished ones leave, the others decode on."""
+        candidates = self._without_diverged(candidates)
+        if not candidates:
+            return
         logits = torch.stack([c.logits for c in candidates])
         samples = [c.sample for c in candidates]
         rules = [sample.job.rule for sample in samples]
@@ -213,6 +216,15 @@ class EmbeddedEngine:
                 sample.job.sequences[sample.index] = sequence
                 self._schedule.retire(sample)
 
+    def _without_diverged(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """An adapter whose training diverged fails its own requests: nothing can be drawn from
+        NaN, and the rows beside it are right."""
+        finite = torch.stack([c.logits for c in candidates]).isfinite().all(dim=-1).tolist()
+        bad = [c.sample.job for c, good in zip(candidates, finite, strict=True) if not good]
+        for job in dict.fromkeys(bad):
+            self._fail(job, _DIVERGED)
+        return [c for c in candidates if c.sample.job not in bad]
+
     def _collect(self) -> None:
         for job in list(self._schedule.jobs):
             if job.read:
@@ -226,6 +238,10 @@ class EmbeddedEngine:
         self._finished.append((job.id, failure))
 
 
+_DIVERGED = Failure(
+    message="the model's logits are nan or infinite: these weights have diverged",
+    category="user",
+)
 _CANCELLED = Failure(message="cancelled by the client", category="user")
 
 

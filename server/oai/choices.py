@@ -41,6 +41,7 @@ class Tally:
     prompt: int
     cached: int = 0
     generated: int = 0
+    over: bool = False
 
     @property
     def cost(self) -> Sampled:
@@ -49,6 +50,7 @@ class Tally:
     def finish(self, result: SampleResult) -> None:
         self.cached = min(result.prompt_cache_hit_tokens, self.prompt)
         self.generated = sum(len(sequence.tokens) for sequence in result.sequences)
+        self.over = True
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from server.oai.dialects import Chat, Completions, Dialect, Head, Json
 from server.oai.errors import BadParameter
 from server.oai.messages import plain
 from server.oai.models import Models, NamedModel
+from server.oai.prompts import read_prompts
 from server.oai.template import TemplateRefused
 from server.oai.tokenizer import TextModel
 from server.oai.wire import ChatBody, CompletionBody, Order
@@ -81,7 +82,7 @@ class OpenAI:
     async def complete(self, tenant: Tenant, body: CompletionBody) -> Job:
         """Raises BadParameter or UnknownModel."""
         order = wire.completion_order(body)
-        prompts = wire.prompts(body)
+        prompts = read_prompts(body)
         model = await self.models.named(tenant, order.model)
         text = await self.models.text(model.base_model)
         for prompt in prompts:
@@ -160,7 +161,7 @@ class OpenAI:
     def _charge(self, job: Job) -> None:
         """What failed before anybody saw a token of it costs nothing."""
         for prompt, request in zip(job.prompts, job.requests, strict=True):
-            if prompt.tally.generated or prompt.order.echo:
+            if prompt.tally.over or prompt.tally.generated:
                 self.bills.charge(
                     request.request_id, job.tenant.id, job.model.base_model, prompt.tally.cost
                 )

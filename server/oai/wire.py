@@ -8,17 +8,14 @@ from reprlib import repr as brief
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
-from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FailFast, Field, ValidationError
 
 from server.core.errors import BadInput
 from server.oai.errors import BadParameter
-from server.wire.json_shapes import Int64, WireModel, parse_json
+from server.wire.json_shapes import WireModel, parse_json
 
-MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
-_TOKENS: TypeAdapter[list[int]] = TypeAdapter(Annotated[list[Int64], FailFast()])
 
 UNSUPPORTED: Mapping[str, Sequence[object]] = MappingProxyType(
     {
@@ -169,37 +166,3 @@ def _order(body: CommonBody, max_tokens: int | None, topk: int | None, echo: boo
         topk=topk,
         echo=echo,
     )
-
-
-def prompts(body: CompletionBody) -> list[str | np.ndarray]:
-    """Each prompt, as text or as int64[T]: OpenAI takes four forms."""
-    match body.prompt:
-        case str() as text:
-            return [text]
-        case [int(), *_] as tokens:
-            return [_tokens("prompt", tokens)]
-        case [_, *_] as several if len(several) <= MAX_PROMPTS:
-            return [_prompt(f"prompt[{i}]", one) for i, one in enumerate(several)]
-        case [_, *_] as several:
-            message = f"prompt: holds {len(several)} prompts; the limit is {MAX_PROMPTS}."
-            raise BadParameter(message, "prompt")
-    raise BadParameter(
-        "prompt: must be a string, a list of strings, of token ids, or of lists of token ids.",
-        "prompt",
-    )
-
-
-def _prompt(where: str, prompt: object) -> str | np.ndarray:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list):
-        return _tokens(where, prompt)
-    message = f"{where}: is {brief(prompt)}; it must be a string or a list of token ids."
-    raise BadParameter(message, "prompt")
-
-
-def _tokens(where: str, tokens: list[Any]) -> np.ndarray:
-    try:
-        return np.array(_TOKENS.validate_python(tokens, strict=True), np.int64)
-    except ValidationError as error:
-        raise BadParameter(f"{where}: must hold token ids only.", "prompt") from error

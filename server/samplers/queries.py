@@ -6,8 +6,8 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import SamplingSessionId, SessionId
-from server.core.records import SamplerKind, SamplingSession
-from server.store.rows import SamplingSessionRow, columns, value
+from server.core.records import SamplerKind, SamplingSession, SessionStatus
+from server.store.rows import SamplingSessionRow, SessionRow, columns, value
 
 
 async def add(db: AsyncSession, sampler: SamplingSession) -> SamplingSession:
@@ -38,6 +38,27 @@ async def next_clone(db: AsyncSession, sampler: SamplingSessionId) -> int:
     )
     query = select(SamplingSessionRow.clones).where(SamplingSessionRow.id == sampler)
     return (await db.execute(query)).scalar_one()
+
+
+async def abandoned(db: AsyncSession, silent_since: float) -> list[SamplingSession]:
+    """Samplers without a name whose client has finished its session, or fell silent that long
+    ago, and whose weights are still kept."""
+    over = (SessionRow.status == SessionStatus.FINISHED) | (
+        (SessionRow.status == SessionStatus.EXPIRED) & (SessionRow.last_heartbeat_at < silent_since)
+    )
+    query = (
+        select(SamplingSessionRow)
+        .join(SessionRow, SessionRow.id == SamplingSessionRow.session_id)
+        .where(SamplingSessionRow.kind == SamplerKind.SNAPSHOT, over)
+        .where(SamplingSessionRow.folder.is_not(None))
+    )
+    return [value(SamplingSession, row) for row in await db.scalars(query)]
+
+
+async def drop_folder(db: AsyncSession, sampler: SamplingSessionId) -> None:
+    await db.execute(
+        update(SamplingSessionRow).where(SamplingSessionRow.id == sampler).values(folder=None)
+    )
 
 
 async def folders(db: AsyncSession) -> set[str]:

@@ -242,13 +242,23 @@ class Samplers:
         check_sample_request(sample, info)
         return sample
 
+    async def drop_abandoned(self, silent_since: float) -> None:
+        """Give back the weights of unnamed samplers whose clients will not come back."""
+        db = self._ledger.db
+        for sampler in await db.read(lambda s: queries.abandoned(s, silent_since)):
+            await db.write(lambda s, id_=sampler.id: queries.drop_folder(s, id_))
+            self._known.put(sampler.id, replace(sampler, folder=None))
+            self._checkpoints.retire(sampler.folder)
+
     async def _folder(self, sampler: SamplingSession) -> str | None:
         """The adapter to sample from now: for an inflight session its run's newest."""
+        if sampler.kind is SamplerKind.BASE:
+            return None
         folder = sampler.folder
         if sampler.kind is SamplerKind.INFLIGHT:
             assert sampler.run_id is not None
             folder = (await self._runs.get(sampler.run_id, None)).run.inflight_folder
-        if folder is not None and not self._checkpoints.storage.exists(folder):
+        if folder is None or not self._checkpoints.storage.exists(folder):
             what = sampler.model_path or f"sampling session {sampler.id}"
             raise NotFound(f"the weights of {what} have been deleted")
         return folder

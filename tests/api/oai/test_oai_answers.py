@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.api.client import Client
-from tests.api.oai.conftest import MODEL, Oai
+from tests.api.oai.client import MODEL, Oai
 from tests.api.oai.writer import Writer
 from tests.tiny_models import EOS_TOKEN_ID
 

@@ -9,7 +9,7 @@ import pytest
 
 from backends.contract import Failure
 from tests.api.client import Client
-from tests.api.oai.conftest import MODEL, Oai
+from tests.api.oai.client import MODEL, Oai
 from tests.api.oai.writer import Writer
 
 NAN = float("nan")

@@ -7,7 +7,7 @@ from typing import Any
 
 from backends.contract import Failure
 from tests.api.client import Client
-from tests.api.oai.conftest import MODEL, Oai
+from tests.api.oai.client import MODEL, Oai
 from tests.api.oai.writer import Reader, Writer
 from tests.tiny_models import EOS_TOKEN_ID
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from server.oai.tokenizer import TextModel, shown
-from tests.unit.oai import tokenizers_ as tk
+from tests.unit.oai import small_tokenizers as tk
 
 BYTE_LEVEL, BYTE_FALLBACK = tk.byte_level(), tk.byte_fallback()
 MODELS = {"level": TextModel(BYTE_LEVEL, ""), "fallback": TextModel(BYTE_FALLBACK, "")}

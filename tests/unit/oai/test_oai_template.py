@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +147,12 @@ def test_a_template_that_is_none_is_said_so(tmp_path: Path) -> None:
     assert without.no_chat == "has no chat template"
     (tmp_path / "empty").mkdir()
     assert TextModel.load(tmp_path / "empty") is None
+
+
+def test_text_needs_no_torch() -> None:
+    program = (
+        "import sys, server.api.oai, server.oai.tokenizer;"
+        "print(*{'torch', 'transformers'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert found.stdout.strip() == b""

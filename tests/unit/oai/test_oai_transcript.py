@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from server.oai.tokenizer import TextModel
 from server.oai.transcript import Piece, Transcript
-from tests.unit.oai import tokenizers_ as tk
+from tests.unit.oai import small_tokenizers as tk
 
 MODEL = TextModel(tk.byte_level(), "")
 EOS = 255

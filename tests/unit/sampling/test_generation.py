@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from backends.contract import Failure, SampleResult
 from backends.model import FrozenModel
@@ -209,3 +211,23 @@ def test_bad_input_is_refused_in_one_sentence(make_engine: MakeEngine, fields, w
     assert found["bad"].category == "user"
     assert word in found["bad"].message
     assert isinstance(found["good"], SampleResult)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_diverged_fail_their_own_request_alone(
+    make_engine: MakeEngine, adapters: tuple[str, str], tmp_path: Path, temperature: float
+):
+    diverged = tmp_path / "diverged"
+    shutil.copytree(adapters[0], diverged)
+    file = diverged / "adapter_model.safetensors"
+    save_file({name: t.fill_(float("nan")) for name, t in load_file(file).items()}, file)
+    good = request("good", prompt(7), max_tokens=6)
+    wild = {"adapter": str(diverged), "num_samples": 2, "temperature": temperature}
+
+    together = outcomes(make_engine(), good, request("wild", prompt(7), **wild))
+
+    assert isinstance(together["wild"], Failure)
+    assert "nan" in together["wild"].message
+    alone = result(make_engine(), good)
+    assert isinstance(together["good"], SampleResult)
+    assert together["good"].sequences[0].tokens.tolist() == alone.sequences[0].tokens.tolist()

@@ -13,7 +13,7 @@ from backends.contract import BackendError
 from server import housekeeping
 from server.app import Service, StartRefused, create_app
 from server.core.ids import RequestId, RunId
-from server.core.requests import State
+from server.core.requests import Kind, State
 from server.housekeeping import Housekeeping
 from server.runs import wire
 from server.samplers.service import CreateSamplingSession
@@ -191,4 +191,30 @@ async def test_housekeeping_goes_on_after_a_bad_moment(data: Path, monkeypatch: 
     await asyncio.sleep(0.1)
     keeping.cancel()
     assert len(sweeps) > 1
+    await service.stop()
+
+
+async def test_unnamed_samplers_of_a_finished_session_give_their_space_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = new_service(tmp_path, {MODEL: FakeBackend()})
+    await service.start()
+    rooms = service.rooms
+    run = await a_run(service)
+    body = bodies.encoded({"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0})
+    envelope = parse_json(wire.RunRequest, body)
+    saved = await rooms.runs.submit(LOCAL, Kind.SAVE_FOR_SAMPLER, body, envelope)
+    assert await state(service, saved.id) is State.DONE
+    session = (await rooms.runs.get(LOCAL, run)).session_id
+    assert session is not None
+    (sampler,) = await rooms.samplers.of_session(session)
+    assert sampler.folder is not None
+    monkeypatch.setattr("server.checkpoints.service.RETIREMENT_S", -1)
+
+    await Housekeeping(rooms).sweep()
+    assert rooms.checkpoints.storage.exists(sampler.folder)  # its client may still sample
+
+    await rooms.sessions.finish(LOCAL, session, "success", None)
+    await Housekeeping(rooms).sweep()
+    assert not rooms.checkpoints.storage.exists(sampler.folder)
     await service.stop()
