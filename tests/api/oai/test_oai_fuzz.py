@@ -24,10 +24,28 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = (
-    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k n seed stop "
-    "stream stream_options logprobs top_logprobs echo best_of suffix tools chat_template_kwargs"
-).split()
+FIELDS = [
+    "model",
+    "messages",
+    "prompt",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "best_of",
+    "suffix",
+    "tools",
+    "chat_template_kwargs",
+]
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
 GOOD = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
 

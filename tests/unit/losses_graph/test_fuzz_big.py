@@ -106,7 +106,7 @@ def attempt(custom: CustomLoss) -> None:
     assert peak_bytes() - before < MOST_BYTES
 
 
-@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(calls(), min_size=1, max_size=8), st.integers(0, 7))
 def test_any_list_of_nodes_is_computed_or_refused(steps: list[CustomLossNode], last: int) -> None:
     attempt(numbered(steps, f"n{min(last, len(steps) - 1)}"))
