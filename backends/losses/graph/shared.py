@@ -51,11 +51,8 @@ _VIEWS = (
     *("t", "swapaxes", "swapdims", "moveaxis", "movedim", "narrow", "select", "diagonal"),
     "detach",
 )
-_COPIES = ("flip", "fliplr", "flipud", "roll", "clone")
-_REHEARSED = (
-    *("tile", "broadcast_to", "triu", "tril", "diag", "diag_embed"),
-    *("index_select", "take_along_dim"),
-)
+_COPIES = ("flip", "fliplr", "flipud", "roll", "clone", "triu", "tril")
+_REHEARSED = (*("tile", "broadcast_to", "diag", "diag_embed", "index_select", "take_along_dim"),)
 _CONTRACTIONS = ("mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "ger")
 
 
@@ -85,6 +82,6 @@ def shared(owner: ModuleType | type[Tensor]) -> dict[str, Operation]:
         **all_of(owner, ("chunk", "tensor_split"), sizes.chunks),
         **all_of(owner, ("unbind",), sizes.unbound),
         "where": Operation(where),
-        "diff": Operation(diff, sizes.rehearsed, weight=4),
+        "diff": Operation(diff, sizes.together, weight=4),
         "norm": Operation(norm, sizes.reduced, weight=4, most_args=4),
     }

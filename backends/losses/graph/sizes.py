@@ -44,6 +44,12 @@ def reduced(call: Call, args: Args, kwargs: Kwargs) -> Need:
     return 0, largest(call, args, kwargs)[1]
 
 
+def together(call: Call, args: Args, kwargs: Kwargs) -> Need:
+    """All arguments side by side."""
+    made = sum(tensor.numel() for tensor in _tensors(args, kwargs))
+    return made, made
+
+
 def broadcast(call: Call, args: Args, kwargs: Kwargs) -> Need:
     """All arguments stretched to one shape."""
     shapes = [tensor.shape for tensor in _tensors(args, kwargs)]

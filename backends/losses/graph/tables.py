@@ -73,7 +73,7 @@ _JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack",
 
 _TORCH: dict[str, Operation] = {
     **shared(torch),
-    **all_of(torch, _JOINS, sizes.rehearsed),
+    **all_of(torch, _JOINS, sizes.together),
     **all_of(torch, ("meshgrid", "broadcast_tensors"), sizes.rehearsed),
     **all_of(torch, ("zeros", "ones", "full", "arange", "linspace", "eye"), sizes.factory),
     **all_of(torch, ("zeros_like", "ones_like", "full_like"), sizes.largest),

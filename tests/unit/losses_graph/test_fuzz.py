@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._refs  # as in the worker: the first to need it would be timed with it
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
