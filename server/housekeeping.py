@@ -22,6 +22,7 @@ class Housekeeping:
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
         self._results_expired_to = 0.0
+        self._started_at = rooms.ledger.now()
 
     async def run(self) -> None:
         """Until cancelled. A database or disk that is away now is tried again next time."""
@@ -32,6 +33,12 @@ class Housekeeping:
                 log.warning("housekeeping_failed", why=str(error))
             await asyncio.sleep(PERIOD_S)
 
+    def _abandoned_before(self) -> float:
+        """Silence counts only while the server could hear: after it was away for days, every
+        client gets the whole time to come back."""
+        before = self._rooms.ledger.now() - ABANDONED_AFTER_S
+        return before if before >= self._started_at else 0.0
+
     async def sweep(self) -> None:
         rooms = self._rooms
         if expired := await rooms.checkpoints.remove_expired():
@@ -39,7 +46,7 @@ class Housekeeping:
         for session in await rooms.sessions.expire_silent(rooms.settings.session_timeout_s):
             log.info("session_expired", session=session)
             rooms.release(session)
-        await rooms.samplers.drop_abandoned(rooms.ledger.now() - ABANDONED_AFTER_S)
+        await rooms.samplers.drop_abandoned(self._abandoned_before())
         await rooms.checkpoints.remove_retired(rooms.samplers.adapters_in_use())
         now = rooms.ledger.now()
         await rooms.ledger.db.write(lambda db: recorded.remove_expired(db, now))

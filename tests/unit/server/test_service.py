@@ -218,3 +218,33 @@ async def test_unnamed_samplers_of_a_finished_session_give_their_space_back(
     await Housekeeping(rooms).sweep()
     assert not rooms.checkpoints.storage.exists(sampler.folder)
     await service.stop()
+
+
+async def test_a_server_that_was_away_for_days_keeps_what_its_clients_come_back_for(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    service = Service(
+        Settings(data=tmp_path, models={MODEL: Path("/models")}), clock, {MODEL: FakeBackend()}
+    )
+    await service.start()
+    rooms = service.rooms
+    run = await a_run(service)
+    body = bodies.encoded({"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0})
+    envelope = parse_json(wire.RunRequest, body)
+    saved = await rooms.runs.submit(LOCAL, Kind.SAVE_FOR_SAMPLER, body, envelope)
+    assert await state(service, saved.id) is State.DONE
+    session = (await rooms.runs.get(LOCAL, run)).session_id
+    assert session is not None
+    clock.now += 3 * housekeeping.ABANDONED_AFTER_S
+    after_the_outage = Housekeeping(rooms)
+
+    await after_the_outage.sweep()
+    (sampler,) = await rooms.samplers.of_session(session)
+    assert sampler.folder is not None
+
+    clock.now += 2 * housekeeping.ABANDONED_AFTER_S
+    await after_the_outage.sweep()
+    (sampler,) = await rooms.samplers.of_session(session)
+    assert sampler.folder is None
+    await service.stop()
