@@ -8,6 +8,7 @@ from types import FrameType
 import uvicorn
 
 from server.app import create_app
+from server.connections import Connection
 from server.observability import configure_logs
 from server.settings import Settings
 
@@ -36,11 +37,15 @@ def _run(settings: Settings) -> int:
     def ready() -> None:
         print(f"Hearth is ready at {address}", flush=True)
 
+    class Patient(Connection):
+        patience_s = settings.body_timeout_s
+
     app = create_app(settings, on_ready=ready)
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
+        http=Patient,
         log_config=None,
         access_log=False,
         # Shorter than a client's pool keeps a connection would race with its next request.

@@ -82,6 +82,10 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Largest request body, before and after decompression."""
 
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a client may take for the headers of a request, and how long its body may stand
+    still, before the connection is given up."""
+
     max_waiting_samples: int = Field(default=4096, ge=1)
     """Samples one tenant may have waiting; more are told to come back (429)."""
 

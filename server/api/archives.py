@@ -28,7 +28,8 @@ async def archive(
     return Response(status_code=302, headers={"Location": url, "Expires": expiry})
 
 
-@router.api_route("/archives/{folder}", methods=["GET", "HEAD"])
+@router.get("/archives/{folder}")
+@router.head("/archives/{folder}", include_in_schema=False)
 async def download_archive(
     folder: str, expires: int, signature: str, request: Request, rooms: InRooms
 ) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
+from server.api.documented import takes
 from server.api.rooms import (
     AccessScope,
     Caller,
@@ -150,7 +151,7 @@ async def unpublish(
     return {}
 
 
-@router.put(_ONE + "/ttl")
+@router.put(_ONE + "/ttl", openapi_extra=takes(SetTtl))
 async def set_ttl(
     run_id: str, kind: str, name: str, rooms: InRooms, caller: Caller, body: RawBody
 ) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from server.api.rooms import Caller, InRooms, RawBody
+from server.api.documented import takes
+from server.api.rooms import Caller, InRooms, RawBody, receive
 from server.wire.json_shapes import WireModel, parse_json
 
 router = APIRouter()
@@ -31,7 +32,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.post("/client/config")
+@router.post("/client/config", openapi_extra=takes(ClientConfig))
 async def client_config(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     """Flags of the SDK. Chunks of a batch come one after the other, so that a missing number
     means a request that will never come; they may still arrive in any order."""
@@ -75,6 +76,6 @@ async def capabilities(rooms: InRooms, caller: Caller) -> dict[str, Any]:
 @router.post("/telemetry")
 async def telemetry(request: Request) -> dict[str, str]:
     """Accepted at once and kept nowhere, not even in memory: it can hold prompts and headers."""
-    async for _ in request.stream():
+    async for _ in receive(request):
         pass
     return {"status": "accepted"}

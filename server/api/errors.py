@@ -33,8 +33,9 @@ def install(app: FastAPI) -> None:
         return _answer(400, f"{field}: {first['msg']}", "user", retry=False)
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        return _answer(error.status_code, str(error.detail), "user", retry=False)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        detail = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return _answer(error.status_code, detail, "user", retry=False)
 
     @app.exception_handler(ClientDisconnect)
     async def gone_away(_: Request, __: ClientDisconnect) -> JSONResponse:

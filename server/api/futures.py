@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from server.api.documented import takes
 from server.api.rooms import Caller, InRooms, RawBody
 from server.core.ids import CLONE_SIZE, RequestId, SamplingSessionId
 from server.core.records import Request
@@ -37,7 +38,7 @@ class RetrieveFutures(WireModel):
     timeout: float | None = Field(default=None, ge=0)
 
 
-@router.post("/retrieve_future")
+@router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
 async def retrieve_future(
     rooms: InRooms,
     caller: Caller,
@@ -70,7 +71,7 @@ def _result(request: Request, accept: str) -> Response:
     return Response(request.result, media_type=request.result_type)
 
 
-@router.post("/retrieve_futures")
+@router.post("/retrieve_futures", openapi_extra=takes(RetrieveFutures))
 async def retrieve_futures(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     """Which samples of one client have finished since its cursor."""
     poll = parse_json(RetrieveFutures, body)
@@ -96,7 +97,7 @@ async def retrieve_futures(rooms: InRooms, caller: Caller, body: RawBody) -> dic
     }
 
 
-@router.post("/cancel_future")
+@router.post("/cancel_future", openapi_extra=takes(RetrieveFuture))
 async def cancel_future(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     await rooms.samplers.cancel(caller, RequestId(parse_json(RetrieveFuture, body).request_id))
     return {}

@@ -15,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from server.api.documented import takes
 from server.api.rooms import InRooms, RawBody, get_rooms
 from server.core.errors import NotAuthenticated, ServiceError
 from server.core.records import Tenant
@@ -67,14 +68,14 @@ async def get_model(name: str, rooms: InRooms, caller: Caller) -> Json:
     return (await rooms.oai.models.named(caller, name)).json()
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", openapi_extra=takes(ChatBody))
 async def chat(request: Request, rooms: InRooms, caller: Caller, body: RawBody) -> Response:
     rooms.check_open()
     asked = parse(ChatBody, body)
     return await _answer(request, rooms, await rooms.oai.chat(caller, asked), asked.stream)
 
 
-@router.post("/completions")
+@router.post("/completions", openapi_extra=takes(CompletionBody))
 async def completions(request: Request, rooms: InRooms, caller: Caller, body: RawBody) -> Response:
     rooms.check_open()
     asked = parse(CompletionBody, body)
@@ -150,7 +151,9 @@ def _event(data: Json) -> bytes:
 def _install_errors(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def service_error(_: Request, error: ServiceError) -> JSONResponse:
-        return _refusal(error.status, errors.error_body(error), retry=error.retry)
+        answer = _refusal(error.status, errors.error_body(error), retry=error.retry)
+        answer.headers.update(error.headers)
+        return answer
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

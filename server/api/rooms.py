@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
@@ -14,7 +15,7 @@ from server.audit.service import Audit
 from server.catalogue import Catalogue
 from server.checkpoints.downloads import Downloads
 from server.checkpoints.service import Checkpoints
-from server.core.errors import ShuttingDown, TooLarge
+from server.core.errors import ShuttingDown, TooLarge, TooSlow
 from server.core.ids import SessionId
 from server.core.records import Request as Job
 from server.core.records import Run, Tenant
@@ -32,6 +33,7 @@ from server.usage.service import Usage
 from server.wire.body import decode_body
 
 _LARGE_BODY_BYTES = 128 * 1024
+_SLOWEST_BYTES_PER_S = 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,23 +100,51 @@ InRooms = Annotated[Rooms, Depends(get_rooms)]
 Caller = Annotated[Tenant, Depends(get_caller)]
 
 
+async def receive(request: Request) -> AsyncGenerator[bytes]:
+    """The body as it comes; raises TooSlow when it stands still, or drips so that it never ends."""
+    patience = get_rooms(request).settings.body_timeout_s
+    start, received = time.monotonic(), 0
+    parts = request.stream()
+    while True:
+        late = start + patience + received / _SLOWEST_BYTES_PER_S - time.monotonic()
+        try:
+            async with asyncio.timeout(min(patience, late)):
+                part = await anext(parts, None)
+        except TimeoutError:
+            raise TooSlow(
+                f"the request body came too slowly after {received} bytes; it may stand still for "
+                f"{patience:g} seconds and then needs {_SLOWEST_BYTES_PER_S} bytes a second"
+            ) from None
+        if part is None:
+            return
+        received += len(part)
+        yield part
+
+
 async def get_body(request: Request) -> bytes:
     """The request's body, unpacked; raises TooLarge before more than the limit is in memory."""
     limit = get_rooms(request).settings.max_body_bytes
+    too_large = TooLarge(f"the request body is larger than {limit} bytes")
+    if _announced_bytes(request) > limit:
+        raise too_large
     parts: list[bytes] = []
     received = 0
-    async for part in request.stream():
+    async for part in receive(request):
         received += len(part)
         if received > limit:
-            raise TooLarge(f"the request body is larger than {limit} bytes")
+            raise too_large
         parts.append(part)
+    body = b"".join(parts)
     encoding = request.headers.get("content-encoding")
-    unpack = partial(
-        decode_body, b"".join(parts), encoding, max_bytes=limit, max_decoded_bytes=limit
-    )
-    if encoding is None or received < _LARGE_BODY_BYTES:
+    unpack = partial(decode_body, body, encoding, max_bytes=limit, max_decoded_bytes=limit)
+    if encoding is None or len(body) < _LARGE_BODY_BYTES:
         return unpack()
     return await asyncio.to_thread(unpack)
+
+
+def _announced_bytes(request: Request) -> int:
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isdecimal() and len(announced) < 20 else 0
 
 
 RawBody = Annotated[bytes, Depends(get_body)]

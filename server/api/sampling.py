@@ -6,10 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from server.api.documented import takes
 from server.api.rooms import Caller, InRooms, RawBody
 from server.core.ids import SamplingSessionId, sequence_ids
 from server.samplers.service import CreateSamplingSession
 from server.wire.json_shapes import WireModel, parse_json
+from server.wire.sampling import SampleBody
 
 router = APIRouter()
 
@@ -18,7 +20,7 @@ class JoinSamplingSession(WireModel):
     sampling_session_id: str
 
 
-@router.post("/create_sampling_session")
+@router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))
 async def create_sampling_session(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     rooms.check_open()
     request = parse_json(CreateSamplingSession, body)
@@ -26,7 +28,7 @@ async def create_sampling_session(rooms: InRooms, caller: Caller, body: RawBody)
     return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
 
-@router.post("/join_sampling_session")
+@router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))
 async def join_sampling_session(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     request = parse_json(JoinSamplingSession, body)
     sampler = SamplingSessionId(request.sampling_session_id)
@@ -45,7 +47,7 @@ async def get_sampler(sampler_id: str, rooms: InRooms, caller: Caller) -> dict[s
     return answer
 
 
-@router.post("/asample")
+@router.post("/asample", openapi_extra=takes(SampleBody))
 async def asample(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     rooms.check_open()
     accepted = await rooms.samplers.submit(caller, body)

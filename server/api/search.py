@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from server.api.checkpoints import time_text
+from server.api.documented import takes
 from server.api.rooms import Caller, InRooms, RawBody
 from server.core.ids import user_urn
 from server.core.limits import text_metadata
@@ -17,7 +18,7 @@ from server.wire.json_shapes import parse_json
 router = APIRouter()
 
 
-@router.post("/sessions/search")
+@router.post("/sessions/search", openapi_extra=takes(SearchSessions))
 async def search_sessions(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     found, more = await rooms.search.page(caller, parse_json(SearchSessions, body))
     answer: dict[str, Any] = {"sessions": [_summary(one) for one in found]}

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
+from server.api.documented import takes
 from server.api.rooms import AccessScope, Caller, IdempotencyKey, InRooms, Limit, Offset, RawBody
 from server.core.ids import SessionId
 from server.core.limits import text_metadata
@@ -33,7 +34,7 @@ class AssignProject(WireModel):
     project_id: Annotated[str, Field(min_length=1, max_length=200)]
 
 
-@router.post("/create_session")
+@router.post("/create_session", openapi_extra=takes(CreateSession))
 async def create_session(
     rooms: InRooms, caller: Caller, body: RawBody, idempotency_key: IdempotencyKey = None
 ) -> dict[str, str]:
@@ -43,13 +44,13 @@ async def create_session(
     return {"type": "create_session", "session_id": session.id}
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
 async def heartbeat(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, str]:
     await rooms.sessions.heartbeat(caller, SessionId(parse_json(Heartbeat, body).session_id))
     return {"type": "session_heartbeat"}
 
 
-@router.post("/sessions/{session_id}/finish")
+@router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
 async def finish(session_id: str, rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     how = parse_json(Finish, body)
     await rooms.sessions.finish(caller, SessionId(session_id), how.reason.type, how.detail)
@@ -86,7 +87,7 @@ async def get_session(
     return answer
 
 
-@router.put("/sessions/{session_id}/project")
+@router.put("/sessions/{session_id}/project", openapi_extra=takes(AssignProject))
 async def assign_project(
     session_id: str, rooms: InRooms, caller: Caller, body: RawBody
 ) -> dict[str, Any]:

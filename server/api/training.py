@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from server.api.documented import takes
 from server.api.rooms import Caller, InRooms, RawBody
 from server.core.errors import BadInput
 from server.core.ids import RunId
@@ -13,6 +14,7 @@ from server.core.records import Request as Job
 from server.core.requests import Kind
 from server.runs import wire
 from server.wire.json_shapes import WireModel, parse_json
+from server.wire.training import ForwardBackwardBody
 
 router = APIRouter()
 
@@ -29,13 +31,13 @@ def promise(job: Job) -> dict[str, Any]:
     return answer
 
 
-@router.post("/create_model")
+@router.post("/create_model", openapi_extra=takes(wire.CreateModel))
 async def create_model(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     rooms.check_open()
     return promise(await rooms.runs.create(caller, parse_json(wire.CreateModel, body), body))
 
 
-@router.post("/load_weights")
+@router.post("/load_weights", openapi_extra=takes(wire.LoadWeights))
 async def load_weights(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     """Two forms: with a session it creates a run, with a run it replaces the run's state."""
     rooms.check_open()
@@ -47,7 +49,7 @@ async def load_weights(rooms: InRooms, caller: Caller, body: RawBody) -> dict[st
     return await _submit(rooms, caller, Kind.LOAD, body)
 
 
-@router.post("/get_info")
+@router.post("/get_info", openapi_extra=takes(GetInfo))
 async def get_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     run = await rooms.runs.get(caller, RunId(parse_json(GetInfo, body).model_id))
     return {
@@ -65,7 +67,7 @@ async def get_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, A
     }
 
 
-@router.post("/forward_backward")
+@router.post("/forward_backward", openapi_extra=takes(ForwardBackwardBody, protobuf=True))
 async def forward_backward(
     request: Request, rooms: InRooms, caller: Caller, body: RawBody
 ) -> dict[str, Any]:
@@ -75,7 +77,7 @@ async def forward_backward(
     return promise(await rooms.runs.submit_pass(caller, body, content_type))
 
 
-@router.post("/forward")
+@router.post("/forward", openapi_extra=takes(ForwardBackwardBody, protobuf=True))
 async def forward(
     request: Request, rooms: InRooms, caller: Caller, body: RawBody
 ) -> dict[str, Any]:
@@ -83,22 +85,22 @@ async def forward(
     return await forward_backward(request, rooms, caller, body)
 
 
-@router.post("/optim_step")
+@router.post("/optim_step", openapi_extra=takes(wire.OptimStepBody))
 async def optim_step(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     return await _submit(rooms, caller, Kind.OPTIM_STEP, body)
 
 
-@router.post("/save_weights")
+@router.post("/save_weights", openapi_extra=takes(wire.SaveWeights))
 async def save_weights(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     return await _submit(rooms, caller, Kind.SAVE, body)
 
 
-@router.post("/save_weights_for_sampler")
+@router.post("/save_weights_for_sampler", openapi_extra=takes(wire.SaveWeightsForSampler))
 async def save_for_sampler(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     return await _submit(rooms, caller, Kind.SAVE_FOR_SAMPLER, body)
 
 
-@router.post("/save_weights_external")
+@router.post("/save_weights_external", openapi_extra=takes(wire.SaveWeightsExternal))
 async def save_external(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     return await _submit(rooms, caller, Kind.SAVE_EXTERNAL, body)
 

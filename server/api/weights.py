@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header
 
+from server.api.documented import takes
 from server.api.rooms import Caller, IdempotencyKey, InRooms, RawBody, Rooms
 from server.core.errors import NotFound
 from server.core.paths import CheckpointPath, parse_path
@@ -27,7 +28,7 @@ class CopyWeights(WireModel):
     ttl_seconds: int | None = None
 
 
-@router.post("/weights_info")
+@router.post("/weights_info", openapi_extra=takes(WeightsInfo))
 async def weights_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[str, Any]:
     path = parse_path(parse_json(WeightsInfo, body).tinker_path)
     found = await rooms.checkpoints.readable(caller.id, path)
@@ -42,7 +43,7 @@ async def weights_info(rooms: InRooms, caller: Caller, body: RawBody) -> dict[st
     }
 
 
-@router.post("/copy_weights")
+@router.post("/copy_weights", openapi_extra=takes(CopyWeights))
 async def copy_weights(
     rooms: InRooms,
     caller: Caller,

@@ -56,6 +56,16 @@ class Gone(ServiceError):
     category = "user"
 
 
+class TooSlow(ServiceError):
+    """The body stopped coming: a fault of the way here more than of the caller, so sending it
+    again may help. The SDK does so for some minutes and then gives up."""
+
+    status = 408
+    category = "user"
+    retry = True
+    headers = MappingProxyType({"Connection": "close"})
+
+
 class TooLarge(ServiceError):
     """The body, or what it unpacks to, is above the limit."""
 

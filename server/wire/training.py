@@ -203,6 +203,13 @@ class _ContentBody(WireModel):
     loss_fn_config: dict[str, Any] = Field(default_factory=dict)
 
 
+class ForwardBackwardBody(_EnvelopeBody):
+    """The whole of it, to be described: it is read in two steps."""
+
+    forward_backward_input: _ContentBody | None = None
+    forward_input: _ContentBody | None = None
+
+
 def _decode_json(body: bytes) -> TrainingSubmission:
     parsed = parse_json(_EnvelopeBody, body)
     envelope = _envelope(parsed.model_id, parsed.seq_id)

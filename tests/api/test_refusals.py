@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import sqlite3
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2
@@ -12,6 +13,7 @@ import pytest
 import zstandard
 from sqlalchemy.exc import OperationalError
 
+from server.settings import Settings
 from tests import bodies
 from tests.api.client import Client
 
@@ -149,6 +151,38 @@ async def test_413_before_more_than_the_limit_is_read(client: Client):
     ):
         response = await client.post("create_session", content=content, headers=headers)
         assert told(response) == (413, "user", "false")
+
+
+async def stalling(seconds: float) -> AsyncGenerator[bytes]:
+    yield b"{"
+    await asyncio.sleep(seconds)
+    yield b"}"
+
+
+async def test_408_when_a_body_stands_still(client: Client, settings: Settings):
+    client.rooms.settings = settings.model_copy(update={"body_timeout_s": 0.05})
+    for route in ("create_session", "telemetry"):
+        response = await client.post(route, content=stalling(10))
+        assert told(response) == (408, "user", "true")
+        assert response.headers["connection"] == "close"
+        assert "0.05 seconds" in response.json()["detail"]
+
+
+async def test_a_body_that_pauses_for_less_is_read(client: Client):
+    assert (await client.post("client/config", content=stalling(0.1))).status_code == 200
+
+
+async def test_413_before_anything_that_is_announced_too_large_is_read(client: Client):
+    headers = {"content-length": str(2**20 + 1)}
+    response = await client.post("create_session", content=stalling(10), headers=headers)
+    assert told(response) == (413, "user", "false")
+
+
+async def test_an_unknown_address_is_named(client: Client):
+    for method, path, status in (("GET", "nowhere", 404), ("PUT", "asample", 405)):
+        response = await client.request(method, path)
+        assert told(response) == (status, "user", "false")
+        assert f"{method} /api/v1/{path}: " in response.json()["detail"]
 
 
 @pytest.mark.parametrize("size", [10, 600_000])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from backends.contract import Failure
+from server.settings import Settings
 from tests.api.client import Client
 from tests.api.oai.client import MODEL, Oai
 from tests.api.oai.writer import Writer
@@ -22,7 +24,7 @@ def assert_error(response: Any, status: int, **expected: object) -> str:
     assert set(error) == {"message", "type", "param", "code"}
     for name, value in expected.items():
         assert error[name] == value, error
-    assert response.headers["x-should-retry"] == ("true" if status in (429, 503) else "false")
+    assert response.headers["x-should-retry"] == ("true" if status in (408, 429, 503) else "false")
     return error["message"]
 
 
@@ -223,6 +225,17 @@ async def test_what_goes_wrong_in_the_engine(oai: Oai, backend: Writer, client: 
     assert_error(await oai.chat(stream=True), 503)
     client.rooms.drain()
     assert_error(await oai.chat(), 503)
+
+
+async def test_408_when_a_body_stands_still(oai: Oai, client: Client, settings: Settings) -> None:
+    async def stalling() -> AsyncGenerator[bytes]:
+        yield b"{"
+        await asyncio.sleep(10)
+
+    client.rooms.settings = settings.model_copy(update={"body_timeout_s": 0.05})
+    response = await oai.http.post("completions", content=stalling())
+    assert "0.05 seconds" in assert_error(response, 408)
+    assert response.headers["connection"] == "close"
 
 
 async def test_paths_and_methods_that_are_not_there(oai: Oai, client: Client) -> None:
