@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ Data = Annotated[Path | None, typer.Option(help="Folder for everything the serve
 
 
 def main() -> None:
+    os.umask(0o077)  # what users send is in the data folder: for the owner of the process alone
     app()
 
 
@@ -117,7 +119,10 @@ def _named_path(text: str) -> tuple[str, Path]:
 
 def _with_keys(data: Path | None, work: Callable[[Keys], Awaitable[Any]]) -> Any:
     settings = _settings([], data=data)
-    settings.data.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--data {settings.data}: {error.strerror}") from error
 
     async def run() -> Any:
         db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))

@@ -134,6 +134,9 @@ class Dispatcher:
 
     async def step(self, tick: Tick) -> None:
         """Run one batch of jobs and record what came of them."""
+        tick = await self._without_stillborn(tick)
+        if not tick.jobs:
+            return
         started = time.perf_counter()
         try:
             executed = await self._execute(tick)
@@ -144,6 +147,21 @@ class Dispatcher:
             return
         await self._record(executed, snapshots)
         await self._snapshot_due(executed)
+
+    async def _without_stillborn(self, tick: Tick) -> Tick:
+        """Requests behind a creation that failed fail with its reason: restoring such a run would
+        quietly train a fresh adapter."""
+        refused, going = [], []
+        for job in tick.jobs:
+            error = self._registry.known(job.run).creation_error
+            if error is None:
+                going.append(job)
+            else:
+                why = f"the run was never created: {error}"
+                refused.append(Executed(job, Outcome(error=why, error_category="user")))
+        if refused:
+            await self._record(refused)
+        return Tick(tuple(going))
 
     async def _execute(self, tick: Tick) -> list[Executed]:
         lives = [self._registry.known(job.run) for job in tick.jobs]
@@ -298,6 +316,8 @@ class Dispatcher:
         for one in executed:
             live = self._registry.known(one.job.run)
             live.pending.pop(one.job.request)
+            if one.job.seq == 0:
+                live.creation_error = one.outcome.error
             live.executed_seq = max(live.executed_seq, one.job.seq)
             self._attempts.pop(one.job.request, None)
         if snapshots:  # they include what is being recorded

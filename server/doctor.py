@@ -73,7 +73,8 @@ def _machine(settings: Settings) -> Table:
     table.add_row("CPU", f"{os.cpu_count()} cores, {platform.machine()}")
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     table.add_row("memory", f"{pages * page / 2**30:.1f} GiB")
-    folder = settings.data if settings.data.exists() else settings.data.absolute().parent
+    data = settings.data.absolute()
+    folder = next(place for place in (data, *data.parents) if place.exists())
     table.add_row("disk, free", f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB at {folder}")
     table.add_row("GPU", "NVIDIA driver found" if shutil.which("nvidia-smi") else "none found")
     return table

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
+import socket
 import sys
+from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import uvicorn
 
@@ -11,6 +16,11 @@ from server.app import create_app
 from server.connections import Connection
 from server.observability import configure_logs
 from server.settings import Settings
+
+_BACKLOG = 4096
+_CONNECTIONS_END_S = 5
+"""Long-polls end at once when the server drains, and submissions are short; a body that stands
+still must not hold up the shutdown. Running work is waited for after this, by the rooms."""
 
 
 class _Server(uvicorn.Server):
@@ -23,43 +33,69 @@ class _Server(uvicorn.Server):
 
 def serve(settings: Settings) -> int:
     """Serve until a signal; returns the exit status."""
-    configure_logs(settings.log_level, settings.data / "logs" / "server.log")
     try:
-        return _run(settings)
+        configure_logs(settings.log_level, settings.data / "logs" / "server.log")
+        with lock(settings.data), _listen(settings.host, settings.port) as listener:
+            return _run(settings, listener)
     except OSError as error:
         print(f"hearth: {error}", file=sys.stderr)
         return 1
 
 
-def _run(settings: Settings) -> int:
-    address = ""
+def lock(data: Path) -> IO[str]:
+    """Hold the data folder for this process: two servers on one would undo each other's work.
 
-    def ready() -> None:
-        print(f"Hearth is ready at {address}", flush=True)
+    Raises OSError when another process holds it; closing the file, or dying, lets go."""
+    file = (data / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise OSError(f"another server is running on the data folder {data}") from None
+    return file
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+
+
+def _run(settings: Settings, listener: socket.socket) -> int:
+    _allow_many_connections()
+    host, port = listener.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     class Patient(Connection):
         patience_s = settings.body_timeout_s
 
-    app = create_app(settings, on_ready=ready)
+    app = create_app(settings, on_ready=lambda: print(f"Hearth is ready at {address}", flush=True))
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
         http=Patient,
         log_config=None,
         access_log=False,
         # Shorter than a client's pool keeps a connection would race with its next request.
         timeout_keep_alive=120,
-        timeout_graceful_shutdown=int(settings.drain_grace_s) + 1,
-        backlog=4096,
+        timeout_graceful_shutdown=_CONNECTIONS_END_S,
+        backlog=_BACKLOG,
     )
-    server = _Server(config)
-    socket = config.bind_socket()
-    host, port = socket.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     print(f"Hearth is starting at {address}", flush=True)
-    server.run(sockets=[socket])
+    try:
+        _Server(config).run(sockets=[listener])
+    except SystemExit:  # uvicorn's way to say that the start failed; why is in `failure`
+        if app.state.failure is None:
+            raise
     if (failure := app.state.failure) is not None:
         print(f"hearth: {failure}", file=sys.stderr)
         return 1
     return 0
+
+
+def _allow_many_connections() -> None:
+    """Each waiting sample holds a connection, and the usual soft limit is 1,024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

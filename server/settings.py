@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     drain_grace_s: float = Field(default=30.0, ge=0)
     """On shutdown: how long running work may take to finish."""
 
-    max_body_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    max_body_bytes: int = Field(default=64 * 2**20, ge=2**20)
     """Largest request body, before and after decompression."""
 
     body_timeout_s: float = Field(default=60.0, gt=0)

@@ -28,12 +28,12 @@ class LiveRun:
     """The highest seq whose effect is in the tensors."""
     unsaved_s: float = 0.0
     """Computing that a crash would make the server repeat."""
-    last_used_at: float = 0.0
+    creation_error: str | None = None
+    """Why the run never came to be; nothing can be asked of it."""
 
     def push(self, job: Job, request: Request, operation: Operation, now: float) -> None:
         self.pending[job.request] = (replace(request, payload=None), operation)
         self.queue.add(job, now)
-        self.last_used_at = now
 
     def show_inflight(self, folder: str) -> None:
         """From now on the run's inflight samplers use this folder."""
@@ -49,6 +49,7 @@ class Stored:
     """The highest seq that was done, or -1."""
     failed: Sequence[int]
     """Those after it that failed."""
+    creation_error: str | None = None
 
 
 class Registry:
@@ -95,6 +96,7 @@ class Registry:
             found.run,
             RunQueue(found.done_through, found.failed),
             executed_seq=max(found.done_through, snapshot_seq),
+            creation_error=found.creation_error,
         )
         # Another request may have loaded it in the meantime.
         return self._runs.setdefault(run, live)

@@ -191,6 +191,8 @@ class Runs:
         live = await self.registry.get(RunId(model_id), tenant.id)
         if live.run.session_id is None:
             raise BadInput(f"model_id {model_id!r} holds copied checkpoints; it cannot be trained")
+        if live.creation_error is not None:
+            raise BadInput(f"model_id {model_id!r} was never created: {live.creation_error}")
         self._catalogue.get(live.run.base_model)
         await self._sessions.open(tenant, live.run.session_id)
         return live
@@ -323,7 +325,11 @@ class Runs:
     async def _fetch(self, run: RunId) -> Stored | None:
         async def read(db: AsyncSession) -> Stored | None:
             found = await queries.find(db, run)
-            return None if found is None else Stored(found, *await journal.progress(db, run))
+            if found is None:
+                return None
+            creation = await journal.find(db, request_id(run, 0))
+            error = None if creation is None else creation.error
+            return Stored(found, *await journal.progress(db, run), error)
 
         return await self._ledger.db.read(read)
 

@@ -88,10 +88,6 @@ async def find_session(db: AsyncSession, session: SessionId) -> Session | None:
     return None if row is None else value(Session, row)
 
 
-async def change_session(db: AsyncSession, session: SessionId, **values: Any) -> None:
-    await db.execute(update(SessionRow).where(SessionRow.id == session).values(**values))
-
-
 async def assign_project(db: AsyncSession, session: SessionId, project: str) -> None:
     """Of a session, its runs and their checkpoints."""
     runs = select(RunRow.id).where(RunRow.session_id == session)

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from server.core.errors import BadInput
+from server.wire.bounds import check_json
 from server.wire.tensors import FlatTensor
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -57,6 +58,7 @@ Model = TypeVar("Model", bound=WireModel)
 
 def parse_json(model: type[Model], body: bytes) -> Model:
     """Read a JSON body; BadInput names the first field that is wrong and its value."""
+    check_json(body)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -17,6 +17,7 @@ from pydantic import FailFast, Field
 from backends.contract import Datum, ForwardBackward
 from server.core.errors import BadInput
 from server.wire import schema
+from server.wire.bounds import check_messages
 from server.wire.json_shapes import (
     ModelInputBody,
     TensorBody,
@@ -84,6 +85,7 @@ def _envelope(model_id: str, seq_id: int) -> Envelope:
 
 
 def _decode_protobuf(body: bytes) -> TrainingSubmission:
+    check_messages(body)
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
+from server.core.errors import BadInput
+from server.core.paths import parse_path
 from server.core.requests import State
+from server.runs import wire
 from server.store.database import Database, sqlite_url
+from server.tenancy.sessions import CreateSession
+from server.wire.json_shapes import parse_json
+from tests import bodies
 from tests.databases import Clock
 from tests.fake_backend import REFUSED_TOKEN, FakeBackend, FakeRun
-from tests.unit.dispatch.workplace import Workplace, settled
+from tests.unit.dispatch.workplace import ME, Workplace, settled
 
 
 async def train(place: Workplace, run: Any, first: int, steps: int) -> int:
@@ -382,3 +388,33 @@ async def test_deaths_of_the_worker_in_any_call_change_no_result(place: Workplac
     await place.work()
     for run in runs:
         assert values(place.state(run)) == pytest.approx(values(calm.runs[run]))
+
+
+async def test_what_was_queued_behind_a_creation_that_failed_fails_with_its_reason(
+    place: Workplace,
+):
+    """Restoring such a run would quietly train a fresh adapter."""
+    source = await place.create()
+    await place.save(source, 1, "gone")
+    await place.work()
+    path = f"tinker://{source}/weights/gone"
+    session = await place.sessions.create(ME, CreateSession(), None)
+    body = {"session_id": session.id, "model_seq_id": 0, "path": path, "optimizer": True}
+    payload = bodies.encoded(body)
+    load = parse_json(wire.LoadWeights, payload)
+    created = await place.runs.create_from_checkpoint(ME, load, payload)
+    run = created.run_id
+    assert run is not None
+    queued = [await place.save(run, 1, "mine"), await place.compute(run, 2, [1, 2, 3])]
+    await place.checkpoints.delete(ME.id, parse_path(path))
+
+    await place.work()
+
+    for request in (created, *queued):
+        outcome = await place.outcome(request)
+        assert outcome.error_category == "user"
+        assert outcome.error is not None
+        assert "does not exist" in outcome.error
+    for workplace in (place, await place.restarted()):
+        with pytest.raises(BadInput, match="never created"):
+            await workplace.compute(run, 3, [1])
