@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,9 +41,11 @@ class AdamW:
             norm = torch.nn.utils.get_total_norm(gradient).item()
             scale = _clip_coefficient(norm, hyper.grad_clip_norm)
             if not norm * scale < _LARGEST_NORM:
+                # An infinite norm has no direction left that clipping could keep.
+                advice = "set grad_clip_norm or " if math.isfinite(norm) else ""
                 return Failure(
                     message=f"The accumulated gradient has norm {norm:g}, too large for a step; "
-                    f"set grad_clip_norm or load a checkpoint.",
+                    f"{advice}load a checkpoint.",
                     category="user",
                 )
             if scale < 1.0:
