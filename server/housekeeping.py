@@ -50,6 +50,6 @@ class Housekeeping:
         await rooms.checkpoints.remove_retired(rooms.samplers.adapters_in_use())
         now = rooms.ledger.now()
         await rooms.ledger.db.write(lambda db: recorded.remove_expired(db, now))
-        since, before = self._results_expired_to, rooms.ledger.now() - rooms.settings.result_ttl_s
+        since, before = self._results_expired_to, now - rooms.settings.result_ttl_s
         await rooms.ledger.db.write(lambda db: journal.expire_results(db, since, before))
         self._results_expired_to = before

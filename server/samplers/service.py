@@ -124,8 +124,7 @@ class Samplers:
 
     async def submit(self, tenant: Tenant, payload: bytes) -> Accepted:
         """Journal a sample and start it. Raises BadInput, NotFound, Gone, or QueueFull."""
-        if self._waiting[tenant.id] >= self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} samples are waiting already; come back shortly")
+        self._check_room(tenant, 1)
         body = decode_sample(payload)
         if body.sampling_session_id is None or body.seq_id is None:
             raise BadInput("sampling_session_id and seq_id are needed")
@@ -173,8 +172,7 @@ class Samplers:
     def unjournaled(self, tenant: Tenant, samples: Sequence[SampleRequest]) -> Generator[None]:
         """Count samples that others run as waiting, and their adapters as in use. Raises
         QueueFull."""
-        if self._waiting[tenant.id] + len(samples) > self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} samples are waiting already; come back shortly")
+        self._check_room(tenant, len(samples))
         self._waiting[tenant.id] += len(samples)
         self._adapters.update({RequestId(one.request_id): one.adapter for one in samples})
         try:
@@ -183,6 +181,11 @@ class Samplers:
             self._waiting[tenant.id] -= len(samples)
             for one in samples:
                 del self._adapters[RequestId(one.request_id)]
+
+    def _check_room(self, tenant: Tenant, more: int) -> None:
+        """Raises QueueFull when the tenant may not have that many more samples waiting."""
+        if self._waiting[tenant.id] + more > self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} samples are waiting already; come back shortly")
 
     def adapters_in_use(self) -> set[str]:
         """Folders, by path, that a sample under way reads or will read."""

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from backends.contract import BackendError
 from server import housekeeping
 from server.app import Service, StartRefused, create_app
-from server.core.ids import RequestId, RunId
+from server.core.ids import RequestId, RunId, SessionId
 from server.core.requests import Kind, State
 from server.housekeeping import Housekeeping
 from server.runs import wire
@@ -194,19 +194,25 @@ async def test_housekeeping_goes_on_after_a_bad_moment(data: Path, monkeypatch: 
     await service.stop()
 
 
-async def test_unnamed_samplers_of_a_finished_session_give_their_space_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = new_service(tmp_path, {MODEL: FakeBackend()})
-    await service.start()
-    rooms = service.rooms
-    run = await a_run(service)
+async def with_unnamed_sampler(service: Service) -> SessionId:
+    """A session whose run's weights have been published without a name."""
+    rooms, run = service.rooms, await a_run(service)
     body = bodies.encoded({"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0})
     envelope = parse_json(wire.RunRequest, body)
     saved = await rooms.runs.submit(LOCAL, Kind.SAVE_FOR_SAMPLER, body, envelope)
     assert await state(service, saved.id) is State.DONE
     session = (await rooms.runs.get(LOCAL, run)).session_id
     assert session is not None
+    return session
+
+
+async def test_unnamed_samplers_of_a_finished_session_give_their_space_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = new_service(tmp_path, {MODEL: FakeBackend()})
+    await service.start()
+    rooms = service.rooms
+    session = await with_unnamed_sampler(service)
     (sampler,) = await rooms.samplers.of_session(session)
     assert sampler.folder is not None
     monkeypatch.setattr("server.checkpoints.service.RETIREMENT_S", -1)
@@ -229,13 +235,7 @@ async def test_a_server_that_was_away_for_days_keeps_what_its_clients_come_back_
     )
     await service.start()
     rooms = service.rooms
-    run = await a_run(service)
-    body = bodies.encoded({"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0})
-    envelope = parse_json(wire.RunRequest, body)
-    saved = await rooms.runs.submit(LOCAL, Kind.SAVE_FOR_SAMPLER, body, envelope)
-    assert await state(service, saved.id) is State.DONE
-    session = (await rooms.runs.get(LOCAL, run)).session_id
-    assert session is not None
+    session = await with_unnamed_sampler(service)
     clock.now += 3 * housekeeping.ABANDONED_AFTER_S
     after_the_outage = Housekeeping(rooms)
 
