@@ -116,6 +116,9 @@ class ForwardBackward:
     backward: bool = True
     custom_loss: CustomLoss | None = None
     """What is computed instead of `loss`, which is "custom" then."""
+    more: bool = False
+    """Whether this is only the next part of a request: its other datums follow in the run's next
+    call, and nothing else of the run comes between but a `save`, which leaves the parts out."""
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +161,39 @@ class Failure:
 
     message: str
     category: Category
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """A part of a request went well: the result of the whole comes with its last part. A part
+    that fails ends the request, and what is left of it must not be sent."""
+
+
+PassOutcome = LossResult | Partial | Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMemory:
+    """What one run takes, in bytes."""
+
+    weights: int
+    moments: int
+    """Of the optimizer; 0 before the first step."""
+    gradient: int
+    """What is accumulated for the next step; 0 when nothing is."""
+    on_device: bool
+    """Whether it lies in a device slot; else in host memory (the same place on a CPU)."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.moments + self.gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    base_model: int
+    """Bytes of the frozen weights."""
+    runs: dict[str, RunMemory]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,10 +296,9 @@ class TrainingBackend(Protocol):
         """Give the run a fresh adapter; an existing one is replaced."""
         ...
 
-    async def forward_backward(
-        self, requests: Sequence[ForwardBackward]
-    ) -> list[LossResult | Failure]:
-        """One packed pass for requests of any number of runs, in one result a request."""
+    async def forward_backward(self, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
+        """One packed pass for requests, or parts of them, of any number of runs; one outcome
+        each. Several whole requests of a run may come in one call, in their order."""
         ...
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
@@ -282,6 +317,8 @@ class TrainingBackend(Protocol):
     async def unload(self, run: str) -> None:
         """Forget the run's tensors; unknown runs are forgotten already."""
         ...
+
+    async def memory(self) -> MemoryReport: ...
 
 
 class SamplingEngine(Protocol):

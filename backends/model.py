@@ -21,9 +21,11 @@ from transformers import (
 
 from backends.batching import attention
 from backends.batching.attention import AttentionPlan
+from backends.batching.recompute import Recompute, current
 from backends.lora.adapter import UNEMBED as UNEMBED
 from backends.lora.adapter import Target
-from backends.lora.linear import MultiLoRALinear, Segment, Segments
+from backends.lora.linear import MultiLoRALinear, Segments
+from backends.lora.parts import Part
 
 _GROUPS = {
     "attn": re.compile(r"\.self_attn\.(q|k|v|o)_proj$"),
@@ -49,6 +51,7 @@ class FrozenModel:
         self._layers = model.get_submodule(model.base_model_prefix)
         self.head_weight: Tensor = model.get_submodule(UNEMBED).get_parameter("weight")  # [V, E]
         self.targets = self._wrap()
+        self._recompute = Recompute(self._layers.get_submodule("layers").children(), self._segments)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype, device: torch.device) -> FrozenModel:
@@ -84,6 +87,10 @@ class FrozenModel:
         return sum(p.numel() for p in self._model.parameters())
 
     @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self._model.parameters())
+
+    @property
     def device(self) -> torch.device:
         return self.head_weight.device
 
@@ -100,20 +107,20 @@ class FrozenModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[Part],
         plan: AttentionPlan,
+        *,
+        recompute: bool = False,
     ) -> Tensor:
-        """Last hidden states [T, E] of tokens[T] at positions[T] of their own sequences."""
-        self._segments.current = tuple(segments)
-        try:
+        """Last hidden states [T, E] of tokens[T] at positions[T] of their own sequences. With
+        `recompute` a layer keeps its input alone for backward, which computes the layer again."""
+        with current(self._segments, segments), self._recompute.turned(recompute):
             out = self._layers(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
                 attention_plan=plan,
             )
-        finally:
-            self._segments.current = ()
         return out.last_hidden_state[0]
 
     def _wrap(self) -> tuple[Target, ...]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
+
+SHARED_FORWARD_TOKENS = {"cpu": 12, "cuda": 256}
+"""How many forward-only tokens are worth a backward they do not need, by type of device: their
+part of it, over what a pass costs however few tokens it has, which is reading the weights. See
+backends/README.md for the measurement on a CPU; that of a GPU is computed, not measured."""
 
 
 class Piece(NamedTuple):
@@ -14,6 +19,8 @@ class Piece(NamedTuple):
     request: int
     datum: int
     num_tokens: int
+    backward: bool
+    """Whether its request wants gradients."""
 
 
 class Span(NamedTuple):
@@ -28,8 +35,12 @@ class Span(NamedTuple):
 class Microbatch:
     """Datums for one pass through the model, in the order of their requests."""
 
-    backward: bool
     pieces: tuple[Piece, ...]
+
+    @property
+    def backward(self) -> bool:
+        """Whether any of them needs gradients."""
+        return any(piece.backward for piece in self.pieces)
 
     @property
     def num_tokens(self) -> int:
@@ -45,9 +56,7 @@ class Microbatch:
         return spans
 
     def without(self, requests: set[int]) -> Microbatch:
-        return Microbatch(
-            self.backward, tuple(piece for piece in self.pieces if piece.request not in requests)
-        )
+        return Microbatch(tuple(piece for piece in self.pieces if piece.request not in requests))
 
     def split(self) -> list[Microbatch]:
         """Smaller ones for when memory ran out: by request, else by datum; [] if it is one
@@ -56,41 +65,47 @@ class Microbatch:
             return []
         several = self.pieces[0].request != self.pieces[-1].request
         groups = groupby(self.pieces, key=lambda p: p.request if several else p.datum)
-        return [Microbatch(self.backward, tuple(pieces)) for _, pieces in groups]
+        return [Microbatch(tuple(pieces)) for _, pieces in groups]
 
 
 def pack(
-    lengths: Sequence[Sequence[int]], backward: Sequence[bool], max_tokens: int
+    lengths: Sequence[Sequence[int]],
+    backward: Sequence[bool],
+    max_tokens: int,
+    shared_forward_tokens: int,
 ) -> list[Microbatch]:
     """Cut requests, given by the lengths of their datums in tokens, into microbatches.
 
-    None has more than `max_tokens`, but for a longer datum, which goes alone. A microbatch needs
-    gradients or it does not, so that a forward never pays for activations; those that need
-    them come first. Datums keep their order, and those of one request lie next to each other.
+    None has more than `max_tokens`, but for a longer datum, which goes alone. Datums keep their
+    order, and those of one request lie next to each other. What only goes forward stays apart
+    from what needs gradients, so that it pays for neither activations nor a backward; unless
+    all that is left of it are `shared_forward_tokens` or fewer, and a microbatch that needs
+    gradients has room: a pass of their own would cost more.
     """
-    return [
-        Microbatch(mode, pieces)
-        for mode in (True, False)
-        for pieces in _fill(_pieces(lengths, backward, mode), max_tokens)
-    ]
+    pieces = list(_pieces(lengths, backward))
+    need_gradients = _fill((p for p in pieces if p.backward), max_tokens)
+    forward_only = _fill((p for p in pieces if not p.backward), max_tokens)
+    if need_gradients and forward_only:
+        first, second = need_gradients[-1], forward_only[-1]
+        shared = Microbatch(tuple(sorted(first.pieces + second.pieces)))
+        if second.num_tokens <= shared_forward_tokens and shared.num_tokens <= max_tokens:
+            return [*need_gradients[:-1], *forward_only[:-1], shared]
+    return need_gradients + forward_only
 
 
-def _pieces(
-    lengths: Sequence[Sequence[int]], backward: Sequence[bool], mode: bool
-) -> Iterator[Piece]:
+def _pieces(lengths: Sequence[Sequence[int]], backward: Sequence[bool]) -> Iterator[Piece]:
     for request, (datums, wanted) in enumerate(zip(lengths, backward, strict=True)):
-        if wanted == mode:
-            yield from (Piece(request, i, length) for i, length in enumerate(datums))
+        yield from (Piece(request, i, length, wanted) for i, length in enumerate(datums))
 
 
-def _fill(pieces: Iterator[Piece], max_tokens: int) -> Iterator[tuple[Piece, ...]]:
+def _fill(pieces: Iterable[Piece], max_tokens: int) -> list[Microbatch]:
+    filled: list[Microbatch] = []
     chosen: list[Piece] = []
     used = 0
     for piece in pieces:
         if chosen and used + piece.num_tokens > max_tokens:
-            yield tuple(chosen)
+            filled.append(Microbatch(tuple(chosen)))
             chosen, used = [], 0
         chosen.append(piece)
         used += piece.num_tokens
-    if chosen:
-        yield tuple(chosen)
+    return [*filled, Microbatch(tuple(chosen))] if chosen else filled

@@ -11,24 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backends.lora.adapter import UNEMBED, LoRAPair
-from backends.lora.linear import Segment
+from backends.lora.adapter import UNEMBED
+from backends.lora.linear import anchor
+from backends.lora.parts import Bounds, Part
 
 CHUNK_BYTES = 32 << 20
 
 
-class _HeadSegment(NamedTuple):
-    """Rows start..end whose adapter changes the head."""
-
-    start: int
-    end: int
-    scale: float
-
-
 class _Chunk(NamedTuple):
     rows: slice
-    parts: list[tuple[int, slice]]
-    """(index of the head segment, its rows counted from the chunk's first)"""
+    parts: list[Part]
+    """Their rows are counted from the chunk's first."""
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -40,77 +33,60 @@ def target_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    segments: Sequence[Segment],
+    parts: Sequence[Part],
     chunk: int | None = None,
 ) -> Tensor:
-    """log softmax(W h + scale * B (A h)) at the targets, differentiable in h, A and B.
+    """log softmax(W h + scale * B (A h)) at the targets, differentiable in h; the gradients of A
+    and B go where the parts say.
 
     Takes hidden[T, E], the frozen weight[V, E], targets int64[T, K] in 0..V-1 (not checked),
-    `segments` in row order, and how many rows of logits to hold at once. Gives float32[T, K];
+    `parts` in row order, and how many rows of logits to hold at once. Gives float32[T, K];
     the logsumexp is float32 whatever the dtype of the model.
     """
-    bounds, pairs = _head_segments(segments)
-    matrices = [matrix for pair in pairs for matrix in pair]
+    heads = _that_change_the_head(parts)
     return _TargetLogprobs.apply(
-        hidden, weight, targets, bounds, chunk or chunk_rows(weight.shape[0]), *matrices
+        hidden, weight, targets, heads, chunk or chunk_rows(weight.shape[0]), anchor(heads)
     )
 
 
 @torch.no_grad()
-def logits_rows(hidden: Tensor, weight: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Whole float32[M, V] logits of a few rows hidden[M, E]; `segments` count rows of `hidden`."""
-    bounds, pairs = _head_segments(segments)
-    parts = [(index, slice(s.start, s.end)) for index, s in enumerate(bounds)]
+def logits_rows(hidden: Tensor, weight: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Whole float32[M, V] logits of a few rows hidden[M, E]; `parts` count rows of `hidden`."""
     logits = hidden.new_empty(len(hidden), len(weight))
-    _logits(hidden, weight, parts, bounds, pairs, logits)
+    _logits(hidden, weight, _that_change_the_head(parts), logits)
     return logits.float()
 
 
-def _head_segments(
-    segments: Sequence[Segment],
-) -> tuple[tuple[_HeadSegment, ...], list[LoRAPair]]:
-    bounds, pairs = [], []
-    for segment in segments:
-        if segment.adapter is not None and UNEMBED in segment.adapter.pairs:
-            bounds.append(_HeadSegment(segment.start, segment.end, segment.adapter.scale))
-            pairs.append(segment.adapter.pairs[UNEMBED])
-    return tuple(bounds), pairs
+def _that_change_the_head(parts: Sequence[Part]) -> list[Part]:
+    return [part for part in parts if part.changes(UNEMBED)]
 
 
-def _pairs(matrices: Sequence[Tensor]) -> list[LoRAPair]:
-    return [LoRAPair(a, b) for a, b in zip(matrices[::2], matrices[1::2], strict=True)]
-
-
-def _chunks(bounds: Sequence[tuple[int, int]], num_rows: int, chunk: int) -> Iterator[_Chunk]:
-    """Cut rows 0..num_rows, whatever segments they belong to: the base product of a chunk is one
-    matrix product however many adapters share it."""
+def _chunks(
+    parts: Sequence[Part], bounds: Sequence[Sequence[Bounds]], num_rows: int, chunk: int
+) -> Iterator[_Chunk]:
+    """Cut rows 0..num_rows, whatever parts they belong to: the base product of a chunk is one
+    matrix product however many adapters share it. `bounds` are those of each part."""
     for first in range(0, num_rows, chunk):
         last = min(first + chunk, num_rows)
-        parts = [
-            (index, slice(max(start, first) - first, min(end, last) - first))
-            for index, (start, end) in enumerate(bounds)
-            if start < last and end > first
+        inside = [
+            small
+            for part, edges in zip(parts, bounds, strict=True)
+            if edges[0][0] < last and edges[-1][1] > first
+            for small in part.cut([_within(edge, first, last) for edge in edges])
         ]
-        yield _Chunk(slice(first, last), parts)
+        yield _Chunk(slice(first, last), inside)
 
 
-def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    parts: Sequence[tuple[int, slice]],
-    bounds: Sequence[_HeadSegment],
-    pairs: Sequence[LoRAPair],
-    out: Tensor,
-) -> list[Tensor]:
-    """Write the logits of hidden[C, E] into out[C, V]; gives back A h [., R] of each part."""
+def _within(bounds: Bounds, first: int, last: int) -> Bounds:
+    """What lies in first..last of it, counted from first; nothing is an end at its start."""
+    start, end = (min(max(edge, first), last) - first for edge in bounds)
+    return start, end
+
+
+def _logits(hidden: Tensor, weight: Tensor, parts: Sequence[Part], out: Tensor) -> list[Tensor]:
+    """Write the logits of hidden[C, E] into out[C, V]; gives back A h of each part."""
     torch.mm(hidden, weight.t(), out=out)
-    lows = []
-    for index, rows in parts:
-        a, b = pairs[index]
-        low = hidden[rows] @ a.t().to(hidden.dtype)
-        out[rows].addmm_(low, b.t().to(hidden.dtype), alpha=bounds[index].scale)
-        lows.append(low)
-    return lows
+    return [part.add_product(UNEMBED, hidden, out) for part in parts]
 
 
 class _Scratch:
@@ -144,67 +120,59 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        bounds: tuple[_HeadSegment, ...],
+        parts: Sequence[Part],
         chunk: int,
-        *matrices: Tensor,
+        anchor: Tensor | None,
     ) -> Tensor:
-        pairs = _pairs(matrices)
         scratch = _Scratch(min(chunk, len(hidden)), weight)
         out = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         normalizer = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
-        for rows, parts in _chunks([b[:2] for b in bounds], len(hidden), chunk):
+        bounds = [part.bounds for part in parts]
+        for rows, inside in _chunks(parts, bounds, len(hidden), chunk):
             h = hidden[rows]
-            _logits(h, weight, parts, bounds, pairs, scratch.low[: len(h)])
+            _logits(h, weight, inside, scratch.low[: len(h)])
             logits = scratch.to_float32(len(h))
             at_targets = logits.gather(1, targets[rows])
             normalizer[rows] = _logsumexp_(logits)
             out[rows] = at_targets - normalizer[rows]
-        ctx.bounds, ctx.chunk = bounds, chunk
-        ctx.save_for_backward(hidden, weight, targets, normalizer, *matrices)
+        ctx.parts, ctx.chunk = parts, chunk
+        ctx.save_for_backward(hidden, weight, targets, normalizer)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Rows without a gradient (a prompt's, with weight 0) cost nothing."""
-        hidden, weight, targets, normalizer, *matrices = ctx.saved_tensors
+        hidden, weight, targets, normalizer = ctx.saved_tensors
+        for part in ctx.parts:
+            if part.gradient is not None:
+                part.gradient.clear(UNEMBED)
         needed = grads[0].ne(0).any(dim=1).nonzero()[:, 0]
-        bounds = _bounds_among(needed, ctx.bounds)
+        bounds = _bounds_among(needed, ctx.parts)
         grad_hidden = torch.zeros_like(hidden)
-        pairs = _pairs(matrices)
-        grad_pairs = _pairs([torch.zeros_like(matrix) for matrix in matrices])
         scratch = _Scratch(min(ctx.chunk, len(needed)), weight)
-        for chunk, parts in _chunks(bounds, len(needed), ctx.chunk):
+        for chunk, inside in _chunks(ctx.parts, bounds, len(needed), ctx.chunk):
             rows = needed[chunk]
             h = hidden[rows]
-            lows = _logits(h, weight, parts, ctx.bounds, pairs, scratch.low[: len(h)])
+            lows = _logits(h, weight, inside, scratch.low[: len(h)])
             logits = scratch.to_float32(len(h))
             _to_grad_(logits, normalizer[rows], targets[rows], grads[0][rows])
             g = scratch.to_model_dtype(len(h))
             gh = g @ weight
-            for (index, part), low in zip(parts, lows, strict=True):
-                pair, scale = pairs[index], ctx.bounds[index].scale
-                grad_low = (g[part] @ pair.b.to(g.dtype)).mul_(scale)
-                _accumulate(grad_pairs[index].a, grad_low.t(), h[part])
-                _accumulate(grad_pairs[index].b, g[part].t(), low.mul_(scale))
-                gh[part].addmm_(grad_low, pair.a.to(g.dtype))
+            for part, low in zip(inside, lows, strict=True):
+                part.add_gradient(UNEMBED, h, g, low, gh)
             grad_hidden[rows] = gh
-        return (grad_hidden, None, None, None, None, *(m for pair in grad_pairs for m in pair))
+        return (grad_hidden, None, None, None, None, None)
 
 
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without a temporary where the dtypes allow."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
-
-
-def _bounds_among(rows: Tensor, bounds: Sequence[_HeadSegment]) -> list[tuple[int, int]]:
-    """Where each segment's rows lie among the sorted `rows`."""
-    if not bounds:
+def _bounds_among(rows: Tensor, parts: Sequence[Part]) -> list[list[Bounds]]:
+    """Where the rows of each part's adapters lie among the sorted `rows`."""
+    bounds = [part.bounds for part in parts]
+    flat = [edges for of_part in bounds for edges in of_part]
+    if not flat:
         return []
-    edges = torch.tensor([b[:2] for b in bounds], device=rows.device)
-    return [(start, end) for start, end in torch.searchsorted(rows, edges).tolist()]
+    edges = torch.tensor(flat, device=rows.device)
+    found = iter(torch.searchsorted(rows, edges).tolist())
+    return [[tuple(next(found)) for _ in of_part] for of_part in bounds]
 
 
 def _logsumexp_(logits: Tensor) -> Tensor:

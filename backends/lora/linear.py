@@ -1,5 +1,5 @@
 """A frozen linear layer under many adapters: the base product once over all tokens, the
-low-rank products segment by segment, so ranks and targets are free to differ.
+low-rank products part by part, so ranks and targets are free to differ.
 
 Shapes: T tokens, I in, O out, R rank of the segment's adapter.
 """
@@ -7,7 +7,7 @@ Shapes: T tokens, I in, O out, R rank of the segment's adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,35 +15,85 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backends.lora.adapter import Adapter, LoRAPair
+from backends.lora.gradient import PartGradient
+from backends.lora.parts import Bounds, Owner, Part
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+"""Makes autograd record a layer whose input needs no gradient, for the sake of the adapters'
+gradients, which it does not see. Never gets one itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Part):
     """Tokens start..end of a packed row belong to one adapter (None is the base model)."""
 
     start: int
     end: int
     adapter: Adapter | None
 
+    @classmethod
+    def of(cls, owner: Owner, dtype: torch.dtype) -> Segment:
+        """For a model of `dtype`."""
+        flat, layout = owner.adapter.flat, owner.adapter.layout
+        gradient = PartGradient.empty(layout, 1, flat.device) if owner.backward else None
+        return cls(owner.start, owner.end, owner.adapter.to(dtype), gradient=gradient)
+
+    @property
+    def scale(self) -> float:
+        return self.adapter.scale if self.adapter else 0.0
+
+    @property
+    def bounds(self) -> list[Bounds]:
+        return [(self.start, self.end)]
+
+    def changes(self, module: str) -> bool:
+        return self.adapter is not None and module in self.adapter.pairs
+
+    def cut(self, bounds: Sequence[Bounds]) -> list[Part]:
+        [(start, end)] = bounds
+        return [replace(self, start=start, end=end)] if start < end else []
+
+    def _pair(self, module: str) -> LoRAPair:
+        assert self.adapter is not None
+        return self.adapter.pairs[module]
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor[self.start : self.end]
+
+    def _times(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        return rows @ matrices
+
+    def _add_times_(self, into: Tensor, rows: Tensor, matrices: Tensor, scale: float) -> None:
+        into.addmm_(rows, matrices, alpha=scale)
+
+    def _outer(self, into: Tensor, left: Tensor, right: Tensor, again: bool) -> None:
+        if into.dtype == left.dtype:
+            into[0].addmm_(left.mT, right, beta=int(again))
+        elif again:
+            into[0].add_(left.mT @ right)
+        else:
+            into[0].copy_(left.mT @ right)
+
 
 class Segments:
     """Which adapter owns which tokens in the pass under way; one object shared by all layers."""
 
     def __init__(self) -> None:
-        self.current: tuple[Segment, ...] = ()
+        self.current: tuple[Part, ...] = ()
 
-    def pairs(self, module: str) -> list[tuple[int, int, float, LoRAPair]]:
-        """(start, end, scale, pair) of the segments whose adapter changes `module`."""
-        return [
-            (s.start, s.end, s.adapter.scale, s.adapter.pairs[module])
-            for s in self.current
-            if s.adapter is not None and module in s.adapter.pairs
-        ]
+    def parts(self, module: str) -> list[Part]:
+        """Those that change `module`."""
+        return [part for part in self.current if part.changes(module)]
+
+
+def anchor(parts: Sequence[Part]) -> Tensor | None:
+    """What a function over `parts` takes as an input, so that its backward runs if one of them
+    wants a gradient."""
+    return _ANCHOR if any(part.gradient is not None for part in parts) else None
 
 
 class _SegmentedLinear(torch.autograd.Function):
-    """Adds each segment's product into the base output in place, so no [T, O] temporary is
-    made; saves the input and the [T, R] product only."""
+    """Saves the input and the [T, R] products only."""
 
     @staticmethod
     def forward(
@@ -51,37 +101,24 @@ class _SegmentedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        bounds: Sequence[tuple[int, int, float]],
-        *matrices: Tensor,
+        module: str,
+        parts: Sequence[Part],
+        anchor: Tensor | None,
     ) -> Tensor:
         y = F.linear(x, weight, bias)
-        low = []
-        for (start, end, scale), a, b in zip(bounds, matrices[::2], matrices[1::2], strict=True):
-            h = x[start:end] @ a.t().to(x.dtype)
-            y[start:end].addmm_(h, b.t().to(x.dtype), alpha=scale)
-            low.append(h)
-        ctx.bounds = bounds
-        ctx.num_segments = len(bounds)
-        ctx.save_for_backward(x, weight, *low, *matrices)
+        lows = [part.add_product(module, x, y) for part in parts]
+        ctx.module, ctx.parts = module, parts
+        ctx.save_for_backward(x, weight, *lows)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gy,) = grads
-        x, weight, *rest = ctx.saved_tensors
-        low, matrices = rest[: ctx.num_segments], rest[ctx.num_segments :]
-        gx = gy @ weight if ctx.needs_input_grad[0] else None
-        out: list[Tensor | None] = []
-        for (start, end, scale), h, a, b in zip(
-            ctx.bounds, low, matrices[::2], matrices[1::2], strict=True
-        ):
-            g = gy[start:end]
-            gh = (g @ b.to(g.dtype)).mul_(scale)
-            out.append((gh.t() @ x[start:end]).to(a.dtype))
-            out.append((g.t() @ (h * scale)).to(b.dtype))
-            if gx is not None:
-                gx[start:end].addmm_(gh, a.to(gh.dtype))
-        return (gx, None, None, None, *out)
+        (grad_y,) = grads
+        x, weight, *lows = ctx.saved_tensors
+        grad_x = grad_y @ weight if ctx.needs_input_grad[0] else None
+        for part, low in zip(ctx.parts, lows, strict=True):
+            part.add_gradient(ctx.module, x, grad_y, low, grad_x)
+        return (grad_x, None, None, None, None, None)
 
 
 class MultiLoRALinear(nn.Module):
@@ -95,10 +132,10 @@ class MultiLoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[1, T, I] -> [1, T, O]"""
-        parts = self.segments.pairs(self.name)
+        parts = self.segments.parts(self.name)
         if not parts:
             return self.base(x)
-        bounds = [(start, end, scale) for start, end, scale, _ in parts]
-        matrices = [matrix for *_, pair in parts for matrix in pair]
-        y = _SegmentedLinear.apply(x[0], self.base.weight, self.base.bias, bounds, *matrices)
+        y = _SegmentedLinear.apply(
+            x[0], self.base.weight, self.base.bias, self.name, parts, anchor(parts)
+        )
         return y[None]

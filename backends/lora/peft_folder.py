@@ -40,9 +40,9 @@ def save_adapter(adapter: Adapter, directory: str | Path, base_model_name: str) 
 
 def write_adapter(adapter: Adapter, folder: Path, base_model_name: str) -> None:
     """Write the files of an adapter into a folder that somebody else puts in place."""
+    cpu = torch.device("cpu")
     tensors = {
-        _PREFIX + name: tensor.detach().cpu().contiguous()
-        for name, tensor in adapter.named_tensors()
+        _PREFIX + name: tensor.contiguous() for name, tensor in adapter.to(cpu).named_tensors()
     }
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "adapter_config.json", _peft_config(adapter, base_model_name))
@@ -60,8 +60,8 @@ def load_adapter(directory: str | Path, targets: Sequence[Target], device: torch
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise AdapterFolderError(f"no adapter can be read from {folder}: {error}") from error
     _refuse_unsupported(config)
-    pairs = _pairs(tensors, int(config["r"]), targets, device)
-    return Adapter(facts or _spec_of_foreign(config, pairs, targets), pairs)
+    pairs = _pairs(tensors, int(config["r"]), targets)
+    return Adapter.of(facts or _spec_of_foreign(config, pairs, targets), pairs).to(device)
 
 
 def _own_facts(path: Path) -> AdapterSpec | None:
@@ -98,9 +98,7 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
             raise AdapterFolderError(f"{key} is not supported")
 
 
-def _pairs(
-    tensors: dict[str, Tensor], rank: int, targets: Sequence[Target], device: torch.device
-) -> dict[str, LoRAPair]:
+def _pairs(tensors: dict[str, Tensor], rank: int, targets: Sequence[Target]) -> dict[str, LoRAPair]:
     """Take the tensors of each target, in the order of `targets`; none may be left over."""
     left = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     pairs = {}
@@ -111,7 +109,7 @@ def _pairs(
         shapes = ((rank, target.in_features), (target.out_features, rank))
         if a is None or b is None or (tuple(a.shape), tuple(b.shape)) != shapes:
             raise AdapterFolderError(f"{target.name}: lora_A and lora_B must have shapes {shapes}")
-        pairs[target.name] = LoRAPair(*(t.to(device, torch.float32, copy=True) for t in (a, b)))
+        pairs[target.name] = LoRAPair(a.float(), b.float())
     if left or not pairs:
         raise AdapterFolderError(f"tensors for none of this model's layers: {sorted(left)[:3]}")
     return pairs

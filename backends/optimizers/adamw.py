@@ -1,100 +1,144 @@
-"""AdamW for one run: torch's own, with hyperparameters that may change at every step."""
+"""AdamW for many runs in one call: torch's own, each with hyperparameters of its own that may
+change at every step.
+
+Shapes: P numbers of an adapter.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from backends.contract import Failure, OptimStep, StepResult
-from backends.lora.adapter import Adapter
+from backends.contract import Failure, OptimStep
+from backends.lora.adapter import Layout
+from backends.optimizers.norms import norms
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _LARGEST_NORM = 1e18
 """AdamW squares the gradient in float32: beyond this the second moment overflows for ever."""
 
 
-class AdamW:
-    """The moments of one adapter, float32, made at the first step. Weights are updated in place."""
+class Moments(NamedTuple):
+    """Of one adapter, in its layout."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._named = dict(adapter.named_tensors())
-        self._torch = torch.optim.AdamW(self._named.values(), foreach=True)
-        self.num_steps = 0
+    exp_avg: Tensor
+    """float32[P]"""
+    exp_avg_sq: Tensor
+    """float32[P]"""
 
-    def step(
-        self, gradient: Sequence[Tensor] | None, hyper: OptimStep, num_gradients: int
-    ) -> StepResult | Failure:
-        """Apply a gradient, which is scaled in place if clipped; a Failure changes nothing.
+    @classmethod
+    def zero(cls, weights: Tensor) -> Moments:
+        return cls(torch.zeros_like(weights), torch.zeros_like(weights))
 
-        Without a gradient (None) weights and moments stay as they are, as in torch. Metrics:
-        `grad_norm`, global L2 norm before clipping; `num_gradients`, how many forward_backward
-        requests were added up (0: the step did nothing); `step`, steps taken in this run so far.
-        """
-        norm = 0.0
-        if gradient is not None:
-            norm = torch.nn.utils.get_total_norm(gradient).item()
-            scale = _clip_coefficient(norm, hyper.grad_clip_norm)
-            if not norm * scale < _LARGEST_NORM:
-                # An infinite norm has no direction left that clipping could keep.
-                advice = "set grad_clip_norm or " if math.isfinite(norm) else ""
-                return Failure(
-                    message=f"The accumulated gradient has norm {norm:g}, too large for a step; "
-                    f"{advice}load a checkpoint.",
-                    category="user",
-                )
-            if scale < 1.0:
-                torch._foreach_mul_(list(gradient), scale)
-            self._apply(gradient, hyper)
-        return StepResult(
-            metrics={
-                "grad_norm": norm,
-                "num_gradients": float(num_gradients),
-                "step": float(self.num_steps),
-            }
-        )
+    def to(self, device: torch.device) -> Moments:
+        return Moments(self.exp_avg.to(device), self.exp_avg_sq.to(device))
 
-    def _apply(self, gradient: Sequence[Tensor], hyper: OptimStep) -> None:
-        self._torch.param_groups[0].update(
-            lr=hyper.learning_rate,
-            betas=(hyper.beta1, hyper.beta2),
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
-        )
-        for tensor, grad in zip(self._named.values(), gradient, strict=True):
-            tensor.grad = grad
-        self._torch.step()
-        self._torch.zero_grad(set_to_none=True)
-        self.num_steps += 1
 
-    def save(self, path: Path) -> None:
-        """Write the moments as `<tensor>.exp_avg` and `<tensor>.exp_avg_sq` (safetensors)."""
-        moments = {
-            f"{name}.{moment}": self._torch.state[tensor][moment].cpu()
-            for name, tensor in self._named.items()
-            if tensor in self._torch.state
-            for moment in _MOMENTS
-        }
-        save_file(moments, path, metadata={"format": "pt", "num_steps": str(self.num_steps)})
+class Update(NamedTuple):
+    """A step of one run. Weights and moments change in place, the gradient if it is clipped."""
 
-    def load(self, path: Path) -> None:
-        """Take up moments saved for an adapter of the same shape. Raises OSError or
-        SafetensorError when the file cannot be read, or lacks a tensor."""
-        with safe_open(path, framework="pt") as file:
-            self.num_steps = int(file.metadata()["num_steps"])
-            if self.num_steps == 0:
-                return
-            for name, tensor in self._named.items():
-                state = {m: file.get_tensor(f"{name}.{m}").to(tensor.device) for m in _MOMENTS}
-                # torch keeps one step count a tensor, on the CPU.
-                self._torch.state[tensor] = {"step": torch.tensor(float(self.num_steps)), **state}
+    weights: Tensor
+    """float32[P]"""
+    gradient: Tensor
+    """float32[P]"""
+    moments: Moments
+    num_steps: int
+    """Taken before this one."""
+    hyper: OptimStep
+
+
+def step(updates: Sequence[Update]) -> list[float | Failure]:
+    """Take the steps and give back each gradient's norm before clipping; a Failure changes
+    nothing."""
+    found = norms([update.gradient for update in updates])
+    scales = [
+        _clip_coefficient(norm, update.hyper.grad_clip_norm)
+        for update, norm in zip(updates, found, strict=True)
+    ]
+    outcomes = [
+        norm if norm * scale < _LARGEST_NORM else _too_large(norm)
+        for norm, scale in zip(found, scales, strict=True)
+    ]
+    good = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
+    clipped = [i for i in good if scales[i] < 1.0]
+    if clipped:
+        torch._foreach_mul_([updates[i].gradient for i in clipped], [scales[i] for i in clipped])
+    for _, alike in groupby(sorted((updates[i] for i in good), key=_hyper), key=_hyper):
+        _apply(list(alike))
+    return outcomes
 
 
 def _clip_coefficient(norm: float, limit: float) -> float:
     """As torch.nn.utils.clip_grad_norm_, whose 1e-6 keeps a zero gradient from dividing by 0."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def _too_large(norm: float) -> Failure:
+    # An infinite norm has no direction left that clipping could keep.
+    advice = "set grad_clip_norm or " if math.isfinite(norm) else ""
+    return Failure(
+        message=f"The accumulated gradient has norm {norm:g}, too large for a step; "
+        f"{advice}load a checkpoint.",
+        category="user",
+    )
+
+
+def _hyper(update: Update) -> tuple[float, float, float, float, float]:
+    """What must be equal in one call."""
+    hyper = update.hyper
+    return hyper.learning_rate, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay
+
+
+def _apply(updates: Sequence[Update]) -> None:
+    lr, beta1, beta2, eps, weight_decay = _hyper(updates[0])
+    taken = torch.tensor([float(u.num_steps) for u in updates], device=updates[0].weights.device)
+    adamw(
+        [update.weights for update in updates],
+        [update.gradient for update in updates],
+        [update.moments.exp_avg for update in updates],
+        [update.moments.exp_avg_sq for update in updates],
+        [],
+        list(taken),
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+
+
+def save(moments: Moments | None, num_steps: int, layout: Layout, path: Path) -> None:
+    """Write them as `<tensor>.exp_avg` and `<tensor>.exp_avg_sq` (safetensors)."""
+    tensors = {}
+    if moments is not None:
+        host = moments.to(torch.device("cpu"))
+        for kind in ("exp_avg", "exp_avg_sq"):
+            for name, tensor in layout.named_tensors(getattr(host, kind)):
+                tensors[f"{name}.{kind}"] = tensor.contiguous()
+    save_file(tensors, path, metadata={"format": "pt", "num_steps": str(num_steps)})
+
+
+def load(layout: Layout, path: Path, device: torch.device) -> tuple[Moments | None, int]:
+    """Those saved for an adapter of the same layout, and the steps they come from. Raises
+    OSError or SafetensorError when the file cannot be read or lacks a tensor, ValueError when
+    one has another shape."""
+    with safe_open(path, framework="pt") as file:
+        num_steps = int(file.metadata()["num_steps"])
+        if num_steps == 0:
+            return None, 0
+        flats = [
+            layout.flat(lambda name, kind=kind: file.get_tensor(f"{name}.{kind}"))
+            for kind in ("exp_avg", "exp_avg_sq")
+        ]
+        return Moments(*flats).to(device), num_steps

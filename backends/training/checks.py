@@ -9,17 +9,18 @@ from backends.contract import CustomLoss, Datum, ForwardBackward, LossSignature,
 from backends.losses.graph.limits import MAX_NODE_RUNS
 
 
-def refusal(request: ForwardBackward, info: ModelInfo) -> str | None:
-    """One sentence that says what is wrong, or None."""
+def refusal(request: ForwardBackward, info: ModelInfo, first: int = 0) -> str | None:
+    """One sentence that says what is wrong, or None. Datums are numbered from `first`, which is
+    how many came in earlier parts of the request."""
     if request.custom_loss is not None:
-        return custom_refusal(request, request.custom_loss, info)
+        return custom_refusal(request, request.custom_loss, info, first)
     signature = info.losses.get(request.loss)
     if signature is None:
         return f"loss {request.loss!r} is unknown; known are {sorted(info.losses)}"
     for key, value in request.loss_config.items():
         if key not in signature.config or isinstance(value, str) or not np.isfinite(value):
             return f"loss_config {key} = {value!r} is no finite number {request.loss} knows"
-    for index, datum in enumerate(request.data):
+    for index, datum in enumerate(request.data, first):
         reason = _datum_refusal(datum, signature, info)
         if reason is not None:
             return f"datum {index}: {reason}"
@@ -41,15 +42,18 @@ def _datum_refusal(datum: Datum, signature: LossSignature, info: ModelInfo) -> s
     return _ids_refusal(datum, info)
 
 
-def custom_refusal(request: ForwardBackward, loss: CustomLoss, info: ModelInfo) -> str | None:
+def custom_refusal(
+    request: ForwardBackward, loss: CustomLoss, info: ModelInfo, first: int
+) -> str | None:
     """The same for a loss that declares its own inputs."""
-    if len(loss.nodes) * len(request.data) > MAX_NODE_RUNS:
-        return f"{len(loss.nodes)} nodes for each of {len(request.data)} datums are too many"
+    num_data = first + len(request.data)
+    if len(loss.nodes) * num_data > MAX_NODE_RUNS:
+        return f"{len(loss.nodes)} nodes for each of {num_data} datums are too many"
     if not loss.inputs:
         return "the custom loss has no inputs"
     declared = [("target_tokens", loss.inputs[0].rank)]
     declared += [(one.name, one.rank) for one in loss.inputs[1:]]
-    for index, datum in enumerate(request.data):
+    for index, datum in enumerate(request.data, first):
         for name, rank in declared:
             values = datum.loss_inputs.get(name)
             if values is None or not has_rank(values, rank):

@@ -12,19 +12,22 @@ from backends.contract import (
     CustomLoss,
     Failure,
     ForwardBackward,
-    LossResult,
+    MemoryReport,
     ModelInfo,
     OptimStep,
+    PassOutcome,
     StepResult,
 )
 from backends.lora.adapter import fresh_adapter, trained_targets
 from backends.losses import LOSSES, graph
 from backends.losses.base import LossRefusedError
 from backends.model import FrozenModel
+from backends.training.activations import Activations, Checkpointing
 from backends.training.checks import refusal
-from backends.training.lane import Lane
-from backends.training.packed_pass import run_pass
-from backends.training.run_state import RunFolderError, RunState
+from backends.training.lane import Lane, finish_together
+from backends.training.packed_pass import PackedPass
+from backends.training.run_state import RunFolderError, RunState, step_together
+from backends.training.slots import Slots
 
 
 class CallRefusedError(BackendError):
@@ -36,10 +39,22 @@ class LocalTrainer:
     call returns one (an unknown run too, category `server`); create, load and save raise
     CallRefusedError instead."""
 
-    def __init__(self, model: FrozenModel, max_tokens_per_microbatch: int) -> None:
+    def __init__(
+        self,
+        model: FrozenModel,
+        max_tokens_per_microbatch: int,
+        activation_checkpointing: Checkpointing = "auto",
+        device_bytes: int | None = None,
+    ) -> None:
+        """`device_bytes` is how much the runs may take of an accelerator (None: what there is);
+        beyond it those least recently used wait in host memory."""
         self._model = model
+        self._activations = Activations(model, activation_checkpointing)
         self._max_tokens = max_tokens_per_microbatch
         self._runs: dict[str, RunState] = {}
+        self._open: dict[str, Lane] = {}
+        """Of requests whose last part is still to come, by run."""
+        self._slots = Slots(self._runs, model.device, device_bytes)
         self._info = _describe(model)
 
     def info(self) -> ModelInfo:
@@ -54,7 +69,7 @@ class LocalTrainer:
         if spec.rank < 1 or not trained_targets(spec, self._model.targets):
             raise CallRefusedError(f"run {run}: {spec} trains no layer of this model")
         adapter = fresh_adapter(spec, self._model.targets, self._model.device)
-        self._runs[run] = RunState(adapter)
+        self._replace(run, RunState(adapter))
 
     def load(self, run: str, directory: str | Path, contents: Contents) -> AdapterSpec:
         """Replace the run's state by a saved one, or raise CallRefusedError and leave it."""
@@ -62,7 +77,7 @@ class LocalTrainer:
             state = RunState.load(directory, contents, self._model.targets, self._model.device)
         except RunFolderError as error:
             raise CallRefusedError(str(error)) from error
-        self._runs[run] = state
+        self._replace(run, state)
         return state.adapter.spec
 
     def save(self, run: str, directory: str | Path, contents: Contents) -> int:
@@ -72,11 +87,27 @@ class LocalTrainer:
         return self._runs[run].save(directory, contents, self._model.name)
 
     def unload(self, run: str) -> None:
+        self._open.pop(run, None)
         self._runs.pop(run, None)
 
+    def _replace(self, run: str, state: RunState) -> None:
+        self._open.pop(run, None)
+        self._runs[run] = state
+        self._slots.use([run])
+
+    def memory(self) -> MemoryReport:
+        return MemoryReport(
+            base_model=self._model.num_bytes,
+            runs={run: state.memory(self._model.device) for run, state in self._runs.items()},
+        )
+
     def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
+        """Step the runs together, no run twice."""
+        known = [step for step in steps if step.run in self._runs]
+        self._slots.use([step.run for step in known])
+        results = iter(step_together([self._runs[step.run] for step in known], known))
         return [
-            self._runs[step.run].step(step)
+            next(results)
             if step.run in self._runs
             else Failure(message=_not_loaded(step.run), category="server")
             for step in steps
@@ -84,25 +115,48 @@ class LocalTrainer:
 
     def forward_backward(
         self, requests: Sequence[ForwardBackward]
-    ) -> Generator[None, None, list[LossResult | Failure]]:
-        """One packed pass, in one result a request. Pauses between microbatches, so that the
+    ) -> Generator[None, None, list[PassOutcome]]:
+        """One packed pass, in one outcome a request. Pauses between microbatches, so that the
         caller can do other work; it must not step or replace these runs meanwhile. A generator
-        that is closed early leaves no gradient."""
+        that is closed early leaves no gradient, and ends the requests whose parts it had."""
+        _refuse_what_follows_a_part(requests)
         admitted = [self._admit(request) for request in requests]
         lanes = [lane for lane in admitted if isinstance(lane, Lane)]
-        yield from run_pass(self._model, lanes, self._max_tokens)
-        return [entry.finish() if isinstance(entry, Lane) else entry for entry in admitted]
+        runs = {lane.request.run for lane in lanes}
+        self._slots.use(runs)
+        packed = PackedPass(
+            self._model, lanes, self._activations, lambda: self._slots.make_room(runs)
+        )
+        yield from packed.run(self._max_tokens)
+        outcomes = iter(finish_together(lanes))
+        self._open |= {lane.request.run: lane for lane in lanes if lane.open}
+        return [next(outcomes) if isinstance(entry, Lane) else entry for entry in admitted]
 
     def _admit(self, request: ForwardBackward) -> Lane | Failure:
         if request.run not in self._runs:
             return Failure(message=_not_loaded(request.run), category="server")
-        reason = refusal(request, self._info)
+        lane = self._open.pop(request.run, None)
+        reason = refusal(request, self._info, lane.num_data if lane else 0)
         if reason is not None:
             return Failure(message=reason, category="user")
+        if lane is not None:
+            lane.go_on(request)
+            return lane
         try:
             return Lane(request, self._runs[request.run])
         except LossRefusedError as error:
             return Failure(message=f"custom loss: {error}", category="user")
+
+
+def _refuse_what_follows_a_part(requests: Sequence[ForwardBackward]) -> None:
+    """A request's next part comes in the run's next call; whatever came between would be lost in
+    it. Raises CallRefusedError."""
+    begun: set[str] = set()
+    for request in requests:
+        if request.run in begun:
+            raise CallRefusedError(f"run {request.run}: a request follows a part of another")
+        if request.more:
+            begun.add(request.run)
 
 
 def _not_loaded(run: str) -> str:

@@ -7,6 +7,7 @@ A folder holds, for `adapter`, the files of `lora/peft_folder.py`; for `optimize
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,14 +15,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from backends.contract import Contents, Failure, OptimStep, StepResult
+from backends.contract import Contents, Failure, OptimStep, RunMemory, StepResult
 from backends.lora.adapter import Adapter, Target
 from backends.lora.atomic_folder import new_folder
 from backends.lora.peft_folder import AdapterFolderError, load_adapter, write_adapter
-from backends.optimizers.adamw import AdamW
+from backends.optimizers import adamw
+from backends.optimizers.adamw import Moments, Update
+from backends.training.slots import moved
 
 _OPTIMIZER = "optimizer.safetensors"
 _GRADIENTS = "gradients.safetensors"
+_UNREADABLE = (AdapterFolderError, OSError, SafetensorError, KeyError, TypeError, ValueError)
 
 
 class RunFolderError(Exception):
@@ -29,35 +33,52 @@ class RunFolderError(Exception):
 
 
 class RunState:
-    """An adapter, its moments, and the gradient that waits for a step. All float32."""
+    """An adapter, its moments, and the gradient that waits for a step: vectors of one layout,
+    all float32 and on one device."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self._optimizer = AdamW(adapter)
-        self._gradient: list[Tensor] | None = None
+        self._moments: Moments | None = None
+        self._num_steps = 0
+        self._gradient: Tensor | None = None
         self._num_gradients = 0
 
-    def add_gradient(self, gradient: Sequence[Tensor]) -> None:
-        """Add one request's gradient, in the order of `adapter.named_tensors()`; takes it over."""
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add one request's gradient float32[P]; takes it over."""
         if self._gradient is None:
-            self._gradient = list(gradient)
+            self._gradient = gradient
         else:
-            torch._foreach_add_(self._gradient, list(gradient))
+            self._gradient.add_(gradient)
         self._num_gradients += 1
 
-    def step(self, hyper: OptimStep) -> StepResult | Failure:
-        """Apply the gradient and clear it; a Failure leaves it waiting."""
-        result = self._optimizer.step(self._gradient, hyper, self._num_gradients)
-        if isinstance(result, StepResult):
-            self._gradient, self._num_gradients = None, 0
-        return result
+    def _update(self, step: OptimStep) -> Update | None:
+        if self._gradient is None:
+            return None
+        moments = self._moments or Moments.zero(self.adapter.flat)
+        return Update(self.adapter.flat, self._gradient, moments, self._num_steps, step)
+
+    def _stepped(self, update: Update | None, outcome: float | Failure) -> StepResult | Failure:
+        if isinstance(outcome, Failure):
+            return outcome
+        if update is not None:
+            self._moments, self._gradient = update.moments, None
+            self._num_steps += 1
+        num_gradients, self._num_gradients = self._num_gradients, 0
+        return StepResult(
+            metrics={
+                "grad_norm": outcome,
+                "num_gradients": float(num_gradients),
+                "step": float(self._num_steps),
+            }
+        )
 
     def save(self, directory: str | Path, contents: Contents, base_model_name: str) -> int:
         """Write a folder that appears whole or not at all; its size in bytes."""
+        layout = self.adapter.layout
         with new_folder(directory) as folder:
             write_adapter(self.adapter, folder, base_model_name)
             if contents != "adapter":
-                self._optimizer.save(folder / _OPTIMIZER)
+                adamw.save(self._moments, self._num_steps, layout, folder / _OPTIMIZER)
             if contents == "snapshot":
                 self._save_gradient(folder / _GRADIENTS)
             return sum(file.stat().st_size for file in folder.iterdir())
@@ -74,29 +95,67 @@ class RunState:
         try:
             state = cls(load_adapter(directory, targets, device))
             if contents != "adapter":
-                state._optimizer.load(Path(directory) / _OPTIMIZER)
+                state._moments, state._num_steps = adamw.load(
+                    state.adapter.layout, Path(directory) / _OPTIMIZER, device
+                )
             if contents == "snapshot":
-                state._load_gradient(Path(directory) / _GRADIENTS)
-        except (AdapterFolderError, OSError, SafetensorError, KeyError, TypeError) as error:
+                state._load_gradient(Path(directory) / _GRADIENTS, device)
+        except _UNREADABLE as error:
             raise RunFolderError(f"cannot load {contents} from {directory}: {error}") from error
         return state
 
     def _save_gradient(self, path: Path) -> None:
         tensors = {}
         if self._gradient is not None:
-            names = [name for name, _ in self.adapter.named_tensors()]
-            tensors = {
-                name: tensor.cpu().contiguous()
-                for name, tensor in zip(names, self._gradient, strict=True)
-            }
+            named = self.adapter.layout.named_tensors(self._gradient.cpu())
+            tensors = {name: tensor.contiguous() for name, tensor in named}
         count = {"num_gradients": str(self._num_gradients)}
         save_file(tensors, path, metadata={"format": "pt", **count})
 
-    def _load_gradient(self, path: Path) -> None:
+    def _load_gradient(self, path: Path, device: torch.device) -> None:
         with safe_open(path, framework="pt") as file:
             self._num_gradients = int(file.metadata()["num_gradients"])
             if self._num_gradients:
-                self._gradient = [
-                    file.get_tensor(name).to(tensor.device)
-                    for name, tensor in self.adapter.named_tensors()
-                ]
+                self._gradient = self.adapter.layout.flat(file.get_tensor).to(device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.adapter.flat.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory(self.device).total
+
+    def move(self, device: torch.device) -> None:
+        self.adapter = replace(self.adapter, flat=moved(self.adapter.flat, device))
+        if self._moments is not None:
+            self._moments = Moments(*(moved(m, device) for m in self._moments))
+        if self._gradient is not None:
+            self._gradient = moved(self._gradient, device)
+
+    def memory(self, device: torch.device) -> RunMemory:
+        """`device` is where the base model is."""
+        weights = self.adapter.flat.nbytes
+        return RunMemory(
+            weights=weights,
+            moments=0 if self._moments is None else 2 * weights,
+            gradient=0 if self._gradient is None else weights,
+            on_device=self.device == device,
+        )
+
+
+def step_together(
+    runs: Sequence[RunState], steps: Sequence[OptimStep]
+) -> list[StepResult | Failure]:
+    """Apply each run's gradient and clear it; a Failure leaves it waiting. No run comes twice.
+
+    Without a gradient weights and moments stay as they are, as in torch. Metrics: `grad_norm`,
+    global L2 norm before clipping; `num_gradients`, how many forward_backward requests were
+    added up (0: the step did nothing); `step`, steps taken in this run so far.
+    """
+    updates = [run._update(step) for run, step in zip(runs, steps, strict=True)]
+    outcomes = iter(adamw.step([update for update in updates if update is not None]))
+    return [
+        run._stepped(update, 0.0 if update is None else next(outcomes))
+        for run, update in zip(runs, updates, strict=True)
+    ]

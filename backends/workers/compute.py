@@ -99,6 +99,8 @@ class Compute:
                 return messages.Loaded(trainer.load(run, directory, contents))
             case messages.Unload(run):
                 trainer.unload(run)
+            case messages.Memory():
+                return messages.Remembered(trainer.memory())
             case messages.Describe():
                 return messages.Described(trainer.info())
             case _:

@@ -29,6 +29,11 @@ class Connection:
         self._sender = asyncio.create_task(self._send_all())
         self._receiver = asyncio.create_task(self._receive_all())
 
+    @property
+    def closed(self) -> bool:
+        """Whether the other end is gone, or this one was ended."""
+        return self._receiver.done()
+
     async def ready(self) -> None:
         """Returns when the worker says that it is. Raises BackendError when it never will."""
         await self._ready

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from queue import SimpleQueue
-from typing import cast
+from typing import cast, get_args
 
 import torch
 from transformers import AutoTokenizer
@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from backends.model import FrozenModel
 from backends.sampling.embedded import EmbeddedEngine
 from backends.sampling.stops import Decoder
+from backends.training.activations import Checkpointing
 from backends.training.local import LocalTrainer
 from backends.workers.compute import Compute, Inbox
 from backends.workers.messages import READY_CALL, Broke, Call, Ready, Reply
@@ -79,7 +80,9 @@ def load(arguments: argparse.Namespace) -> tuple[LocalTrainer, EmbeddedEngine]:
     model = FrozenModel.load(
         arguments.model, DTYPES[arguments.dtype], torch.device(arguments.device)
     )
-    trainer = LocalTrainer(model, arguments.max_tokens_per_microbatch)
+    trainer = LocalTrainer(
+        model, arguments.max_tokens_per_microbatch, arguments.activation_checkpointing
+    )
     engine = EmbeddedEngine(
         model,
         cast(Decoder, AutoTokenizer.from_pretrained(arguments.model)),
@@ -98,6 +101,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-tokens-per-microbatch", type=int, required=True)
+    parser.add_argument(
+        "--activation-checkpointing", choices=get_args(Checkpointing), required=True
+    )
     parser.add_argument("--max-batch-size", type=int, required=True)
     parser.add_argument("--kv-token-budget", type=int, required=True)
     return parser.parse_args(argv)

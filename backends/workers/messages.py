@@ -13,8 +13,11 @@ from backends.contract import (
     Failure,
     ForwardBackward,
     LossResult,
+    MemoryReport,
     ModelInfo,
     OptimStep,
+    Partial,
+    PassOutcome,
     SampleDelta,
     SampleRequest,
     SampleResult,
@@ -62,6 +65,10 @@ class Unload(Struct, frozen=True, tag=True):
     run: str
 
 
+class Memory(Struct, frozen=True, tag=True):
+    pass
+
+
 class Sample(Struct, frozen=True, tag=True):
     request: SampleRequest
     stream: bool = False
@@ -76,7 +83,7 @@ class Stop(Struct, frozen=True, tag=True):
     """Leave after the microbatch or token under way."""
 
 
-TrainingCall = Describe | Create | RunForwardBackward | RunOptimStep | Save | Load | Unload
+TrainingCall = Describe | Create | RunForwardBackward | RunOptimStep | Save | Load | Unload | Memory
 Call = TrainingCall | CheckLoss | Sample | Cancel | Stop
 
 
@@ -86,6 +93,12 @@ class Failed(Struct, frozen=True, tag=True):
 
 class Loss(Struct, frozen=True, tag=True):
     value: LossResult
+
+
+class Went(Struct, frozen=True, tag=True):
+    """A part of a request went well."""
+
+    value: Partial
 
 
 class Stepped(Struct, frozen=True, tag=True):
@@ -109,7 +122,7 @@ class Checked(Struct, frozen=True, tag=True):
 
 
 class Losses(Struct, frozen=True, tag=True):
-    outcomes: tuple[Loss | Failed, ...]
+    outcomes: tuple[Loss | Went | Failed, ...]
 
 
 class Steps(Struct, frozen=True, tag=True):
@@ -122,6 +135,10 @@ class Saved(Struct, frozen=True, tag=True):
 
 class Loaded(Struct, frozen=True, tag=True):
     spec: AdapterSpec
+
+
+class Remembered(Struct, frozen=True, tag=True):
+    report: MemoryReport
 
 
 class Sampled(Struct, frozen=True, tag=True):
@@ -149,6 +166,7 @@ Reply = (
     | Steps
     | Saved
     | Loaded
+    | Remembered
     | Progressed
     | Sampled
     | Failed
@@ -156,8 +174,8 @@ Reply = (
 )
 
 
-def losses(results: Sequence[LossResult | Failure]) -> Losses:
-    return Losses(tuple(Failed(r) if isinstance(r, Failure) else Loss(r) for r in results))
+def losses(results: Sequence[PassOutcome]) -> Losses:
+    return Losses(tuple(_passed(result) for result in results))
 
 
 def steps(results: Sequence[StepResult | Failure]) -> Steps:
@@ -166,3 +184,13 @@ def steps(results: Sequence[StepResult | Failure]) -> Steps:
 
 def sampled(result: SampleResult | Failure) -> Sampled | Failed:
     return Failed(result) if isinstance(result, Failure) else Sampled(result)
+
+
+def _passed(result: PassOutcome) -> Loss | Went | Failed:
+    match result:
+        case LossResult():
+            return Loss(result)
+        case Partial():
+            return Went(result)
+        case Failure():
+            return Failed(result)

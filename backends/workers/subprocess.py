@@ -4,6 +4,7 @@ death takes nothing else along. Imports no torch."""
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
@@ -19,9 +20,10 @@ from backends.contract import (
     CustomLoss,
     Failure,
     ForwardBackward,
-    LossResult,
+    MemoryReport,
     ModelInfo,
     OptimStep,
+    PassOutcome,
     SampleDelta,
     SampleRequest,
     SampleResult,
@@ -38,6 +40,10 @@ _LAST_BYTES = 2000
 
 _EXIT_S = 5.0
 """How long a worker that closed its socket may take to be gone."""
+
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait for each other sleep, unless whoever started the service decided otherwise.
+OpenMP's default is to spin, on the core that the thread they wait for may need."""
 
 
 class SubprocessBackend:
@@ -62,6 +68,7 @@ class SubprocessBackend:
         dtype: str,
         threads: int,
         max_tokens_per_microbatch: int,
+        activation_checkpointing: str = "auto",
         log_file: str | Path,
         device: str = "cpu",
         max_batch_size: int = 32,
@@ -75,6 +82,7 @@ class SubprocessBackend:
             "--device": device,
             "--threads": threads,
             "--max-tokens-per-microbatch": max_tokens_per_microbatch,
+            "--activation-checkpointing": activation_checkpointing,
             "--max-batch-size": max_batch_size,
             "--kv-token-budget": kv_token_budget,
         }
@@ -88,7 +96,8 @@ class SubprocessBackend:
 
     @property
     def closed(self) -> bool:
-        return self._closing.done()
+        """Whether it takes no more calls: from the moment it leaves, before anyone hears why."""
+        return self._connection.closed
 
     @property
     def pid(self) -> int:
@@ -101,7 +110,7 @@ class SubprocessBackend:
     async def stop(self, grace_s: float) -> None:
         """Let the worker finish the microbatch or token under way, for so long, then kill it."""
         self._stopped = True
-        if not self.closed:
+        if not self._closing.done():
             with suppress(BackendError):
                 self._connection.post(messages.Stop())
             await asyncio.wait([self._closing], timeout=grace_s)
@@ -117,9 +126,7 @@ class SubprocessBackend:
     async def create(self, run: str, spec: AdapterSpec) -> None:
         await self._call(messages.Create(run, spec), messages.Done)
 
-    async def forward_backward(
-        self, requests: Sequence[ForwardBackward]
-    ) -> list[LossResult | Failure]:
+    async def forward_backward(self, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
         call = messages.RunForwardBackward(tuple(requests))
         return [o.value for o in (await self._call(call, messages.Losses)).outcomes]
 
@@ -136,6 +143,9 @@ class SubprocessBackend:
 
     async def unload(self, run: str) -> None:
         await self._call(messages.Unload(run), messages.Done)
+
+    async def memory(self) -> MemoryReport:
+        return (await self._call(messages.Memory(), messages.Remembered)).report
 
     async def sample(self, request: SampleRequest) -> SampleResult | Failure:
         """A caller that is cancelled cancels the request."""
@@ -182,6 +192,7 @@ class SubprocessBackend:
                     *(sys.executable, "-m", "backends.workers.main", *arguments),
                     *("--fd", str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
+                    env={**_ENVIRONMENT, **os.environ},
                     stdin=DEVNULL,
                     stdout=output,
                     stderr=output,

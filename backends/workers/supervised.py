@@ -13,9 +13,10 @@ from backends.contract import (
     CustomLoss,
     Failure,
     ForwardBackward,
-    LossResult,
+    MemoryReport,
     ModelInfo,
     OptimStep,
+    PassOutcome,
     SampleDelta,
     SampleRequest,
     SampleResult,
@@ -56,9 +57,7 @@ class SupervisedBackend:
     async def create(self, run: str, spec: AdapterSpec) -> None:
         await (await self._live()).create(run, spec)
 
-    async def forward_backward(
-        self, requests: Sequence[ForwardBackward]
-    ) -> list[LossResult | Failure]:
+    async def forward_backward(self, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
         return await (await self._live()).forward_backward(requests)
 
     async def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
@@ -72,6 +71,9 @@ class SupervisedBackend:
 
     async def unload(self, run: str) -> None:
         await (await self._live()).unload(run)
+
+    async def memory(self) -> MemoryReport:
+        return await (await self._live()).memory()
 
     async def sample(self, request: SampleRequest) -> SampleResult | Failure:
         return await (await self._live()).sample(request)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from backends.contract import AdapterSpec, Datum, Failure, ForwardBackward, LossResult
+from backends.contract import AdapterSpec, Datum, ForwardBackward, LossResult, PassOutcome
 from backends.lora.adapter import Adapter, LoRAPair, fresh_adapter
 from backends.lora.peft_folder import save_adapter
 from backends.model import FrozenModel
@@ -38,7 +38,7 @@ def trained_adapter(model: FrozenModel, adapter_spec: AdapterSpec) -> Adapter:
         name: LoRAPair(pair.a, torch.randn(pair.b.shape, generator=generator) * 0.02)
         for name, pair in adapter.pairs.items()
     }
-    return Adapter(adapter_spec, pairs)
+    return Adapter.of(adapter_spec, pairs)
 
 
 def start_trained(
@@ -69,9 +69,7 @@ def sft(run: str, lengths: Sequence[int], seed: int = 0, backward: bool = True) 
     return ForwardBackward(run=run, data=data, loss="cross_entropy", backward=backward)
 
 
-def run_all(
-    trainer: LocalTrainer, requests: Sequence[ForwardBackward]
-) -> list[LossResult | Failure]:
+def run_all(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
     generator = trainer.forward_backward(requests)
     while True:
         try:

@@ -8,22 +8,42 @@ import torch
 from torch import Tensor
 
 from backends.lora.adapter import UNEMBED, Adapter, LoRAPair
+from backends.lora.groups import EqualGroup, RaggedGroup
 from backends.lora.head import logits_rows, target_logprobs
 from backends.lora.linear import Segment
+from backends.lora.parts import Owner, Part
 from tests.unit.backends.material import spec
 
-TOKENS, HIDDEN, VOCAB = 23, 12, 50
+TOKENS, HIDDEN, VOCAB = 23, 12, 52
+F32 = torch.float32
 
 
-def _adapter(rank: int, seed: int) -> Adapter:
+def _adapter(rank: int, seed: int, module: str = UNEMBED) -> Adapter:
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(*s, generator=generator) for s in ((rank, HIDDEN), (VOCAB, rank)))
-    pair = LoRAPair(a.requires_grad_(), b.requires_grad_())
-    return Adapter(spec(rank=rank, groups="unembed"), {UNEMBED: pair})
+    return Adapter.of(spec(rank=rank, groups="unembed"), {module: LoRAPair(a, b)})
+
+
+OWNERS = [
+    Owner(2, 7, _adapter(2, 1), backward=True),
+    Owner(7, 11, _adapter(2, 0, "another module"), backward=True),
+    Owner(12, 15, _adapter(4, 2), backward=True),
+    Owner(15, 18, _adapter(4, 3), backward=True),
+    Owner(18, 21, _adapter(4, 4), backward=True),
+]
+
+
+def _parts(kind: str) -> list[Part]:
+    alone = [Segment.of(owner, F32) for owner in OWNERS]
+    base = Segment(11, 12, None)
+    if kind == "alone":
+        return [*alone[:2], base, *alone[2:]]
+    group = EqualGroup if kind == "equal" else RaggedGroup
+    return [*alone[:2], base, group.of(OWNERS[2:], F32)]
 
 
 @pytest.fixture
-def problem() -> tuple[Tensor, Tensor, Tensor, Tensor, list[Segment]]:
+def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN).requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN)
@@ -31,60 +51,90 @@ def problem() -> tuple[Tensor, Tensor, Tensor, Tensor, list[Segment]]:
     targets[:, 2] = targets[:, 1]  # the same target twice must count twice
     upstream = torch.randn(TOKENS, 3)
     upstream[4:9] = 0
-    plain = Adapter(spec(groups="attn"), {})
-    segments = [
-        Segment(2, 7, _adapter(2, 1)),
-        Segment(7, 11, plain),
-        Segment(11, 12, None),
-        Segment(12, 21, _adapter(5, 2)),
-    ]
-    return hidden, weight, targets, upstream, segments
+    upstream[16] = 0
+    return hidden, weight, targets, upstream
 
 
-def _expected_logits(hidden: Tensor, weight: Tensor, segments: list[Segment]) -> Tensor:
+def _expected_logits(hidden: Tensor, weight: Tensor, leaves: list[list[Tensor]]) -> Tensor:
     """float64, whole, from matrices that keep their own place in the graph."""
     rows = [hidden.double() @ weight.double().t()]
-    for s in segments:
-        if s.adapter is not None and UNEMBED in s.adapter.pairs:
-            a, b = (m.double() for m in s.adapter.pairs[UNEMBED])
-            scale = s.adapter.spec.alpha / s.adapter.spec.rank
-            delta = (hidden[s.start : s.end].double() @ a.t()) @ b.t() * scale
-            rows.append(torch.nn.functional.pad(delta, (0, 0, s.start, TOKENS - s.end)))
+    for owner, pair in zip(OWNERS, leaves, strict=True):
+        if UNEMBED in owner.adapter.pairs:
+            a, b = (matrix.double() for matrix in pair)
+            scale = owner.adapter.spec.alpha / owner.adapter.spec.rank
+            delta = (hidden[owner.start : owner.end].double() @ a.t()) @ b.t() * scale
+            rows.append(torch.nn.functional.pad(delta, (0, 0, owner.start, TOKENS - owner.end)))
     return torch.stack(rows).sum(0)
 
 
+def _leaves() -> list[list[Tensor]]:
+    return [
+        [
+            matrix.clone().requires_grad_()
+            for pair in owner.adapter.pairs.values()
+            for matrix in pair
+        ]
+        for owner in OWNERS
+    ]
+
+
+@pytest.mark.parametrize("kind", ["alone", "equal", "ragged"])
 @pytest.mark.parametrize("chunk", [1, 4, 23, 100])
-def test_logprobs_and_all_gradients_are_those_of_whole_float64_logits(problem, chunk):
-    hidden, weight, targets, upstream, segments = problem
-    leaves = [hidden, *segments[0].adapter.pairs[UNEMBED], *segments[3].adapter.pairs[UNEMBED]]
-    expected = _expected_logits(hidden, weight, segments).log_softmax(-1).gather(1, targets)
-    got = target_logprobs(hidden, weight, targets, segments, chunk)
+def test_logprobs_and_all_gradients_are_those_of_whole_float64_logits(problem, chunk, kind):
+    hidden, weight, targets, upstream = problem
+    leaves, parts = _leaves(), _parts(kind)
+    expected = _expected_logits(hidden, weight, leaves).log_softmax(-1).gather(1, targets)
+    got = target_logprobs(hidden, weight, targets, parts, chunk)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
-    grads = torch.autograd.grad((got * upstream).sum(), leaves)
-    expected_grads = torch.autograd.grad((expected * upstream).sum(), leaves)
-    for grad, wanted in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-3)
+    (grad,) = torch.autograd.grad((got * upstream).sum(), [hidden])
+    changing = [i for i, owner in enumerate(OWNERS) if UNEMBED in owner.adapter.pairs]
+    wanted = torch.autograd.grad(
+        (expected * upstream).sum(), [hidden, *(leaf for i in changing for leaf in leaves[i])]
+    )
+    torch.testing.assert_close(grad, wanted[0], rtol=1e-4, atol=1e-3)
+    flats = [flat for part in parts for flat in part.take_gradients() if flat is not None]
+    pairs = [OWNERS[i].adapter.layout.pair(flats[i], UNEMBED) for i in changing]
+    for matrix, expected_matrix in zip((m for p in pairs for m in p), wanted[1:], strict=True):
+        torch.testing.assert_close(matrix, expected_matrix, rtol=1e-4, atol=1e-3)
+    assert not flats[1].any()
+
+
+def test_an_adapter_on_the_head_alone_gets_its_gradient_though_the_hidden_states_want_none(problem):
+    hidden, weight, targets, upstream = problem
+    parts = _parts("alone")
+    (target_logprobs(hidden.detach(), weight, targets, parts) * upstream).sum().backward()
+    expected = _parts("alone")
+    (target_logprobs(hidden, weight, targets, expected) * upstream).sum().backward()
+    for part, other in zip(parts, expected, strict=True):
+        for got, wanted in zip(part.take_gradients(), other.take_gradients(), strict=True):
+            assert (got is None) == (wanted is None)
+            assert got is None or torch.equal(got, wanted)
 
 
 def test_no_gradient_at_all_gives_zeros(problem):
-    hidden, weight, targets, _, segments = problem
-    got = target_logprobs(hidden, weight, targets, segments)
+    hidden, weight, targets, _ = problem
+    parts = _parts("equal")
+    got = target_logprobs(hidden, weight, targets, parts)
     (grad,) = torch.autograd.grad((got * 0).sum(), [hidden])
     assert not grad.any()
+    flats = [flat for part in parts for flat in part.take_gradients() if flat is not None]
+    assert len(flats) == len(OWNERS)
+    assert not any(flat.any() for flat in flats)
 
 
-def test_logits_of_a_few_rows_carry_each_segments_own_head(problem):
-    hidden, weight, _, _, segments = problem
-    got = logits_rows(hidden, weight, segments)
+@pytest.mark.parametrize("kind", ["alone", "equal", "ragged"])
+def test_logits_of_a_few_rows_carry_each_segments_own_head(problem, kind):
+    hidden, weight, *_ = problem
+    got = logits_rows(hidden, weight, _parts(kind))
     assert got.dtype == torch.float32
     assert not got.requires_grad
-    expected = _expected_logits(hidden, weight, segments)
+    expected = _expected_logits(hidden, weight, _leaves())
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_logsumexp_is_float32_under_a_bfloat16_model(problem):
-    hidden, weight, targets, _, _ = problem
+    hidden, weight, targets, _ = problem
     got = target_logprobs(hidden.bfloat16(), weight.bfloat16(), targets, [])
     logits = (hidden.bfloat16() @ weight.bfloat16().t()).double()
     expected = logits.log_softmax(-1).gather(1, targets)

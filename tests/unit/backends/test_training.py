@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from backends.contract import Failure, OptimStep, StepResult
+from backends.contract import Failure, OptimStep, RunMemory, StepResult
+from backends.lora.parts import Part
+from backends.training.local import LocalTrainer
 from tests.tiny_models import MAX_CONTEXT_LENGTH, VOCAB_SIZE
 from tests.unit.backends.material import (
     assert_close,
@@ -166,6 +168,55 @@ def test_a_failing_request_fails_alone(new_trainer, llama_path, tmp_path, max_to
         assert_close(gradient(trainer, run, tmp_path / "a"), gradient(clean, run, tmp_path / "b"))
 
 
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_a_crowd_of_one_shape_is_as_each_alone_and_one_that_fails_takes_none_with_it(
+    load_model, llama_path, tmp_path, checkpointing
+):
+    """Their low-rank products are stacked; each datum is 9 tokens, in two microbatches."""
+    model = load_model(llama_path)
+    runs = [f"r{i}" for i in range(7)]
+    crowd = LocalTrainer(model, 40, activation_checkpointing=checkpointing)
+    alone = LocalTrainer(model, 40, activation_checkpointing="off")
+    for i, run in enumerate(runs):
+        for t in (crowd, alone):
+            start_trained(t, model, run, spec(rank=4, seed=i), tmp_path / run)
+    requests = [sft(run, [9], seed=i) for i, run in enumerate(runs)]
+    requests[2] = _poisoned(requests[2], datum=0, position=5)
+    results = run_all(crowd, requests)
+    for i, (request, got) in enumerate(zip(requests, results, strict=True)):
+        (wanted,) = run_all(alone, [request])
+        assert isinstance(got, Failure) == isinstance(wanted, Failure) == (i == 2)
+        if not isinstance(got, Failure):
+            assert got.metrics == pytest.approx(wanted.metrics, rel=1e-5)
+    _step(crowd, *runs)
+    for run in runs:
+        _step(alone, run)
+        assert_close(
+            weights(crowd, run, tmp_path / "a"), weights(alone, run, tmp_path / "b"), relative=1e-5
+        )
+
+
+def test_memory_is_what_the_numbers_of_each_run_take(trainer, llama_path, load_model):
+    model = load_model(llama_path)
+    trainer.create("r", spec(rank=4))
+    trainer.create("s", spec(rank=2, groups="attn"))
+    sizes = {
+        run: 4 * rank * sum(t.in_features + t.out_features for t in model.targets if t.group in of)
+        for run, rank, of in (("r", 4, "attn mlp unembed"), ("s", 2, "attn"))
+    }
+    report = trainer.memory()
+    assert report.base_model == 4 * model.num_parameters
+    for run, size in sizes.items():
+        assert report.runs[run] == RunMemory(weights=size, moments=0, gradient=0, on_device=True)
+    run_good(trainer, sft("r", [5]))
+    assert trainer.memory().runs["r"].gradient == sizes["r"]
+    _step(trainer, "r", "s")
+    after = trainer.memory().runs
+    assert (after["r"].moments, after["r"].gradient) == (2 * sizes["r"], 0)
+    assert after["r"].total == 3 * sizes["r"]
+    assert after["s"].moments == 0
+
+
 def test_a_finite_loss_with_an_infinite_gradient_leaves_none(trainer, tmp_path):
     trainer.create("r", spec())
     request = sft("r", [5], seed=1)
@@ -316,12 +367,12 @@ class _SmallMemory:
     def __getattr__(self, name: str):
         return getattr(self._model, name)
 
-    def hidden(self, tokens, *args):
+    def hidden(self, tokens, *args, **options):
         if len(tokens) > self._max:
             if self._message is None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             raise RuntimeError(self._message)
-        return self._model.hidden(tokens, *args)
+        return self._model.hidden(tokens, *args, **options)
 
 
 CPU_WORDS = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"
@@ -346,6 +397,50 @@ def test_out_of_memory_fails_only_what_cannot_fit_alone(
         assert got.metrics == pytest.approx(wanted.metrics, rel=1e-5)
     for run in "rst":
         assert_close(gradient(trainer, run, tmp_path / "a"), gradient(clean, run, tmp_path / "b"))
+
+
+def test_memory_that_runs_out_in_the_middle_of_a_backward_leaves_nothing_half_added(
+    new_trainer, llama_path, tmp_path, monkeypatch
+):
+    clean, trainer = new_trainer(llama_path), new_trainer(llama_path)
+    requests = [sft(run, [6, 5], seed=i) for i, run in enumerate("rst")]
+    for t in (clean, trainer):
+        for run in "rst":
+            t.create(run, spec())
+    expected = run_good(clean, *requests)
+    add_gradient, calls = Part.add_gradient, iter(range(10**6))
+
+    def interrupted(*args) -> None:
+        add_gradient(*args)
+        if next(calls) == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Part, "add_gradient", interrupted)
+    for got, wanted in zip(run_good(trainer, *requests), expected, strict=True):
+        assert got.metrics == pytest.approx(wanted.metrics, rel=1e-5)
+    assert next(calls) > 8
+    for run in "rst":
+        assert_close(gradient(trainer, run, tmp_path / "a"), gradient(clean, run, tmp_path / "b"))
+
+
+def test_where_room_can_be_made_nothing_is_cut(load_model, new_trainer, llama_path, tmp_path):
+    clean, trainer = new_trainer(llama_path), new_trainer(llama_path)
+    small = trainer._model = _SmallMemory(load_model(llama_path), 12, None)
+    asked = []
+
+    def make_room(runs: set[str]) -> bool:
+        asked.append(runs)
+        small._max = 30
+        return len(asked) == 1
+
+    trainer._slots.make_room = make_room
+    for t in (clean, trainer):
+        t.create("r", spec())
+    request = sft("r", [20, 5])
+    (got,), (wanted,) = run_good(trainer, request), run_good(clean, request)
+    assert asked == [{"r"}]
+    assert got.metrics == wanted.metrics
+    assert_close(gradient(trainer, "r", tmp_path / "a"), gradient(clean, "r", tmp_path / "b"))
 
 
 def test_other_runtime_errors_are_not_taken_for_lack_of_memory(load_model, trainer, llama_path):

@@ -17,7 +17,7 @@ class Disk:
 
     def load(self, folder: str) -> Adapter:
         self.reads.append(folder)
-        return Adapter(SPEC, {"q": LoRAPair(torch.zeros(1, 10), torch.zeros(10, 1))})
+        return Adapter.of(SPEC, {"q": LoRAPair(torch.zeros(1, 10), torch.zeros(10, 1))})
 
 
 def test_adapters_are_read_once_and_the_least_used_leaves_first():

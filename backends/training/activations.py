@@ -1,0 +1,97 @@
+"""Whether a microbatch keeps its activations for backward, or only the inputs of the layers.
+
+Keeping them is faster, so they are kept for as long as they fit: `auto` measures once what a token
+takes, and compares with the memory that is free before each microbatch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from backends.batching.attention import packed_attention
+from backends.batching.packing import Microbatch
+from backends.lora.adapter import Adapter
+from backends.lora.grouping import arranged
+from backends.lora.parts import Owner
+from backends.memory import free_bytes
+from backends.model import FrozenModel
+from backends.training.lane import Lane
+
+Checkpointing = Literal["auto", "on", "off"]
+
+_PROBE_TOKENS = 16
+
+_log = logging.getLogger(__name__)
+
+
+class Activations:
+    """The choice for one model."""
+
+    def __init__(self, model: FrozenModel, checkpointing: Checkpointing) -> None:
+        self._model = model
+        self._checkpointing = checkpointing
+        self._bytes_per_token: float | None = None
+
+    def tries(self, microbatch: Microbatch, lanes: Sequence[Lane]) -> tuple[bool, ...]:
+        """Whether to recompute layers: first, and then whenever memory ran out before."""
+        if not microbatch.backward or self._checkpointing == "off":
+            return (False,)
+        if self._checkpointing == "on":
+            return (True,)
+        needed = microbatch.num_tokens * self._per_token(microbatch, lanes)
+        return (True,) if too_large(needed, free_bytes(self._model.device)) else (False, True)
+
+    def _per_token(self, microbatch: Microbatch, lanes: Sequence[Lane]) -> float:
+        if self._bytes_per_token is None:
+            trained = next(lanes[piece.request] for piece in microbatch.pieces if piece.backward)
+            self._bytes_per_token = bytes_per_token(self._model, trained.adapter)
+            _log.info("activations take %.0f kB a token", self._bytes_per_token / 1000)
+        return self._bytes_per_token
+
+
+def too_large(needed: float, free: float) -> bool:
+    """Whether activations of `needed` bytes take more than half of what is free. The other half
+    is for what backward makes on its way, for sampling, and for the error of the estimate."""
+    return needed > free / 2
+
+
+def bytes_per_token(model: FrozenModel, adapter: Adapter, recompute: bool = False) -> float:
+    """What a pass keeps of each token for its backward, by two forwards of the model itself: what
+    they keep whatever their length, its weights above all, drops out of the difference."""
+    short, long = (
+        saved_bytes(lambda n=n: _forward(model, adapter, n, recompute))
+        for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)
+    )
+    return (long - short) / _PROBE_TOKENS
+
+
+def saved_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes of all memory that the graph of `forward` keeps for a backward."""
+    saved: list[Tensor] = []
+    with torch.enable_grad(), saved_tensors_hooks(saved.append, _never_unpacked):
+        # Held until all is counted: memory that is free again could be saved, and counted, twice.
+        result = forward()
+    storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in saved)}
+    del result
+    return sum(storages.values())
+
+
+def _forward(model: FrozenModel, adapter: Adapter, num_tokens: int, recompute: bool) -> Tensor:
+    positions = torch.arange(num_tokens, device=model.device)
+    return model.hidden(
+        torch.zeros_like(positions),
+        positions,
+        arranged([Owner(0, num_tokens, adapter, backward=True)], model.dtype),
+        packed_attention([num_tokens], model.device, model.dtype),
+        recompute=recompute,
+    )
+
+
+def _never_unpacked(packed: None) -> Tensor:
+    raise AssertionError("a forward that is only measured has no backward")
