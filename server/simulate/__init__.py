@@ -1,0 +1,1 @@
+"""`hearth simulate`: the real scheduler, synthetic tenants, and a machine that is a formula."""
