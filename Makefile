@@ -20,7 +20,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install model quickstart test test-sdks check clean
+.PHONY: help install model quickstart test test-sdks test-gpu bench bench-peer check clean
 
 # SDKs that users still have: the oldest is in every test run, all of them in `make test-sdks`.
 OLDEST_SDK := 0.16.1
@@ -65,12 +65,26 @@ test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test
 test-sdks: install $(call sdk_venvs,$(SDKS)) ## Run the core of the API with older SDKs
 	@HEARTH_TEST_SDKS="$(SDKS)" $(BIN)/python -m pytest tests/e2e/test_older_sdks.py $(ARGS)
 
+test-gpu: install ## Check and time the arithmetic on the GPU of this machine
+	@$(BIN)/python -m pytest tests/gpu $(ARGS)
+
 # Their own venvs, without torch: an SDK must not find anything of Hearth's.
 $(VENV)-sdk-%/.installed: | $(INSTALLED)
 	@echo "Installing tinker $* into $(@D) ..."
 	@$(BIN)/python -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install tinker==$* numpy
 	@touch $@
+
+bench: install model ## Measure the numbers of the design; ARGS=--quick for a few minutes
+	@$(BIN)/python -m tests.benchmarks.bench $(ARGS)
+
+# SDK=0.25.0 measures with that version, for a server that does not know today's.
+bench-peer: install $(if $(SDK),$(call sdk_venvs,$(SDK))) ## Put SFT clients on any server: URL=... MODEL=... [SDK=...]
+	@test -n "$(URL)" && test -n "$(MODEL)" || { \
+		echo "Which server, and which model? make bench-peer URL=http://127.0.0.1:8000 MODEL=org/name" >&2; \
+		exit 1; }
+	@$(if $(SDK),$(VENV)-sdk-$(SDK),$(VENV))/bin/python tests/benchmarks/bench_clients.py \
+		--url "$(URL)" --model "$(MODEL)" $(ARGS)
 
 check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/ruff check
@@ -79,4 +93,4 @@ check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/lint-imports
 
 clean: ## Remove everything that make made
-	rm -rf $(VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out bench-out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -17,7 +18,7 @@ import structlog
 from alembic.util import CommandError
 from fastapi import FastAPI
 
-from backends.contract import BackendError, ModelInfo, SamplingEngine
+from backends.contract import BackendError, MemoryReport, ModelInfo, SamplingEngine
 from backends.workers.subprocess import SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
 from server.api import (
@@ -30,6 +31,7 @@ from server.api import (
     futures,
     losses,
     oai,
+    operators,
     sampling,
     search,
     sessions,
@@ -45,8 +47,11 @@ from server.checkpoints import queries as checkpoint_queries
 from server.checkpoints.downloads import Downloads, load_secret
 from server.checkpoints.service import Checkpoints
 from server.checkpoints.storage import Storage
+from server.core.ids import TenantId
 from server.core.records import Run
-from server.dispatch import Dispatcher, DispatchSettings, Restartable
+from server.dispatch.choosing import DispatchSettings
+from server.dispatch.device import Restartable
+from server.dispatch.dispatcher import Dispatcher
 from server.housekeeping import Housekeeping
 from server.losses.service import Check, CustomLosses
 from server.oai.bills import Bills
@@ -185,10 +190,12 @@ class Service:
             checkpoints=checkpoints_room,
             catalogue=self._catalogue,
             lora_alpha=settings.lora_alpha,
+            max_pass_bytes=settings.max_waiting_training_bytes,
             clock=clock,
             wake=lambda model: self._dispatchers[model].wake(),
             refuse_stable_reinforce=settings.stable_reinforce == "refuse",
         )
+        weights = {TenantId(name): weight for name, weight in settings.tenant_weights.items()}
         for name, backend in self._backends.items():
             self._dispatchers[name] = Dispatcher(
                 base_model=name,
@@ -200,6 +207,8 @@ class Service:
                     token_budget=settings.tick_token_budget,
                     gap_wait_s=settings.gap_wait_s,
                     snapshot_after_s=settings.snapshot_after_s,
+                    run_memory_bytes=settings.run_memory_bytes // len(self._backends),
+                    tenant_weights=weights,
                 ),
                 clock=clock,
             )
@@ -221,6 +230,8 @@ class Service:
             audit=Audit(self._db, clock),
             traces=Traces(self._db, data / "traces", secret, clock),
             free=self._free,
+            memory=self._memory,
+            operator_token=secrets.token_urlsafe(),
         )
 
     def _build_samplers(
@@ -260,6 +271,9 @@ class Service:
         # A run of a model that is not served any more has nothing to free.
         if dispatcher := self._dispatchers.get(run.base_model):
             dispatcher.release([run.id])
+
+    async def _memory(self) -> Mapping[str, MemoryReport]:
+        return {name: await backend.memory() for name, backend in self._backends.items()}
 
     async def _remove_orphans(self) -> None:
         """Folders that a crash left before any row named them."""
@@ -307,6 +321,7 @@ def create_app(
     errors.install(app)
     for part in _ROUTES:
         app.include_router(part.router, prefix="/api/v1")
+    app.include_router(operators.router, prefix="/operator")
     oai.install(app)
     return app
 
@@ -343,6 +358,7 @@ def _worker(
             dtype=settings.dtype,
             threads=settings.threads or os.cpu_count() or 1,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+            activation_checkpointing=settings.activation_checkpointing,
             log_file=logs / f"worker-{name.replace('/', '--')}.log",
         )
 

@@ -62,6 +62,39 @@ def doctor(model: Models = [], data: Data = None) -> None:  # noqa: B006
     print_report(_settings(model, data=data), _flags(model, data=data))
 
 
+@app.command()
+def simulate(
+    tenants: Annotated[int, typer.Option(min=1, help="How many synthetic tenants.")] = 100,
+    machine: Annotated[str, typer.Option(help="laptop, h200 or h200-node.")] = "h200",
+    minutes: Annotated[float, typer.Option(min=0.01, help="Virtual time.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same tenants.")] = 0,
+    mix: Annotated[
+        str | None, typer.Option(help="Their kinds in proportion, as sft=3,rl=3,flood=1,tail=93.")
+    ] = None,
+    weights: Annotated[str, typer.Option(help="Of fair share; tenants take them in turn.")] = "1",
+    token_budget: Annotated[
+        int | None, typer.Option(min=16, help="tick_token_budget, where not the machine's own.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a PNG (needs matplotlib).")] = None,
+) -> None:
+    """Run the scheduler with synthetic tenants on a machine that is a formula."""
+    from server.simulate.command import simulate as run  # nothing that serves needs it
+
+    try:
+        run(
+            tenants=tenants,
+            machine=machine,
+            minutes=minutes,
+            seed=seed,
+            mix=mix,
+            weights=weights,
+            token_budget=token_budget,
+            plot=plot,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 @keys_app.command("create")
 def create_key(
     name: str,

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import make_url
 
+from server.live import LiveServer
 from server.settings import TOML_FILE, Settings
 
 FEATURES = {
@@ -34,6 +35,9 @@ def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
     console.print(_machine(settings))
     console.print(_settings(settings, flags))
     console.print(_features())
+    live = LiveServer.find(settings.data)
+    for name, memory in ((live and live.get("memory")) or {}).items():
+        console.print(_memory(name, memory))
 
 
 def sources(settings: Settings, flags: Mapping[str, Any]) -> dict[str, str]:
@@ -93,6 +97,23 @@ def _features() -> Table:
         missing = [name for name in packages if importlib.util.find_spec(name) is None]
         table.add_row(feature, ", ".join(missing) or "nothing")
     return table
+
+
+def _memory(model: str, memory: Mapping[str, Any]) -> Table:
+    """What the runs of one base model take in the server that runs on this data folder."""
+    table = Table(
+        "run", "weights", "moments", "gradient", "together", "in", title=f"Memory: {model}"
+    )
+    table.add_row("(base model)", "", "", "", _mebibytes(memory["base_model"]), "")
+    for run, use in sorted(memory["runs"].items()):
+        parts = [use["weights"], use["moments"], use["gradient"]]
+        place = "device" if use["on_device"] else "host"
+        table.add_row(run, *map(_mebibytes, [*parts, sum(parts)]), place)
+    return table
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.2f} MiB"
 
 
 def _version(package: str) -> str | None:

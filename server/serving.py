@@ -14,6 +14,7 @@ import uvicorn
 
 from server.app import create_app
 from server.connections import Connection
+from server.live import LiveServer, withdraw
 from server.observability import configure_logs
 from server.settings import Settings
 
@@ -71,7 +72,11 @@ def _run(settings: Settings, listener: socket.socket) -> int:
     class Patient(Connection):
         patience_s = settings.body_timeout_s
 
-    app = create_app(settings, on_ready=lambda: print(f"Hearth is ready at {address}", flush=True))
+    def ready() -> None:
+        LiveServer(address, app.state.rooms.operator_token).announce(settings.data)
+        print(f"Hearth is ready at {address}", flush=True)
+
+    app = create_app(settings, on_ready=ready)
     config = uvicorn.Config(
         app,
         http=Patient,
@@ -88,6 +93,8 @@ def _run(settings: Settings, listener: socket.socket) -> int:
     except SystemExit:  # uvicorn's way to say that the start failed; why is in `failure`
         if app.state.failure is None:
             raise
+    finally:
+        withdraw(settings.data)
     if (failure := app.state.failure) is not None:
         print(f"hearth: {failure}", file=sys.stderr)
         return 1

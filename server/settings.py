@@ -5,8 +5,9 @@ Nothing else in the service reads the environment.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import (
@@ -52,8 +53,13 @@ class Settings(BaseSettings):
     max_tokens_per_microbatch: int = Field(default=1024, ge=16)
     """Tokens that go through the model at once: bounds memory, and how long sampling waits."""
 
-    tick_token_budget: int = Field(default=1024, ge=16)
-    """Tokens chosen for one pass, from all tenants together: bounds how long a newcomer waits."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Keep only the inputs of layers for backward and compute the layers again: much less memory,
+    about a third more time. `auto` does so when a microbatch would not fit otherwise."""
+
+    tick_token_budget: int = Field(default=512, ge=16)
+    """Tokens chosen for one pass, from all tenants together. A small request waits for the pass
+    under way and shares the next: at half a microbatch, for a microbatch beside its own share."""
 
     max_context_length: int | None = Field(default=None, ge=16)
     """Longest sequence accepted, where the model itself would allow more."""
@@ -86,6 +92,17 @@ class Settings(BaseSettings):
     """How long a client may take for the headers of a request, and how long its body may stand
     still, before the connection is given up."""
 
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Share of the computing that a tenant gets when others want it too; 1 where none is given."""
+
+    run_memory_bytes: int = Field(default_factory=lambda: _machine_memory() // 2, ge=2**20)
+    """Memory for adapters, gradients and optimizer states, an equal part for each base model; of
+    what is more, the runs that were idle longest go to disk until they are asked for. By default
+    half of the machine's."""
+
+    max_waiting_training_bytes: int = Field(default=2**30, ge=1)
+    """Training data one tenant may have waiting; whoever sends more is told to come back (429)."""
+
     max_waiting_samples: int = Field(default=4096, ge=1)
     """Samples one tenant may have waiting; more are told to come back (429)."""
 
@@ -109,3 +126,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

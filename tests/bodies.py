@@ -15,10 +15,9 @@ def datum(tokens: list[int]) -> dict[str, Any]:
     }
 
 
-def forward_backward(
-    run: str, seq: int, tokens: list[int], *, backward: bool = True
-) -> dict[str, Any]:
-    content = {"data": [datum(tokens)], "loss_fn": "cross_entropy"}
+def forward_backward(run: str, seq: int, *data: list[int], backward: bool = True) -> dict[str, Any]:
+    """A datum for each list of tokens."""
+    content = {"data": [datum(tokens) for tokens in data], "loss_fn": "cross_entropy"}
     field = "forward_backward_input" if backward else "forward_input"
     return {"model_id": run, "seq_id": seq, field: content}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,12 @@ from backends.contract import (
     ForwardBackward,
     LossResult,
     LossSignature,
+    MemoryReport,
     ModelInfo,
     OptimStep,
+    Partial,
+    PassOutcome,
+    RunMemory,
     SampledSequence,
     SampleRequest,
     SampleResult,
@@ -35,6 +39,9 @@ DEADLY_TOKEN = 66
 """The backend dies of it, with every run in it."""
 BUG_TOKEN = 77
 """The call raises something that no contract speaks of."""
+
+RUN_BYTES = 100
+"""What the weights of a run take, its moments, and its gradient each."""
 
 INFO = ModelInfo(
     vocab_size=100,
@@ -69,6 +76,10 @@ class FakeBackend:
         self.runs: dict[str, FakeRun] = {}
         self.passes: list[list[str]] = []
         """The runs of each forward_backward call."""
+        self.pass_tokens: list[int] = []
+        self.begun: dict[str, list[ForwardBackward]] = {}
+        """Of each run the parts of a request that have come so far."""
+        self.most_runs = 0
         self.steps: list[list[str]] = []
         self.calls: list[str] = []
         self.sampled: list[SampleRequest] = []
@@ -88,6 +99,7 @@ class FakeBackend:
     def kill(self) -> None:
         self.alive = False
         self.runs = {}
+        self.begun = {}
 
     async def stop(self, grace_s: float) -> None:
         self.kill()
@@ -102,18 +114,17 @@ class FakeBackend:
 
     async def create(self, run: str, spec: AdapterSpec) -> None:
         await self._enter("create")
-        self.runs[run] = FakeRun(spec)
+        self._put(run, FakeRun(spec))
 
-    async def forward_backward(
-        self, requests: Sequence[ForwardBackward]
-    ) -> list[LossResult | Failure]:
+    async def forward_backward(self, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
         await self._enter("forward_backward")
         self.passes.append([request.run for request in requests])
+        self.pass_tokens.append(sum(request.num_tokens for request in requests))
         await asyncio.sleep(self.pass_seconds)
         tokens = {int(t) for request in requests for datum in request.data for t in datum.tokens}
         if DEADLY_TOKEN in tokens:
             self._die()
-        results = [self._pass(request) for request in requests]
+        results = [self._part(request) for request in requests]
         if BUG_TOKEN in tokens:
             raise ZeroDivisionError("a bug of the backend")
         return results
@@ -122,6 +133,7 @@ class FakeBackend:
         await self._enter("optim_step")
         self.steps.append([step.run for step in steps])
         assert len({step.run for step in steps}) == len(steps)
+        assert not self.begun.keys() & {step.run for step in steps}, "in the middle of a request"
         return [self._step(step) for step in steps]
 
     async def save(self, run: str, directory: str, contents: Contents) -> int:
@@ -138,12 +150,28 @@ class FakeBackend:
         if contents == "snapshot":
             assert saved["contents"] == "snapshot"
             state.gradient = saved["gradient"]
-        self.runs[run] = state
+        self._put(run, state)
         return state.spec
 
     async def unload(self, run: str) -> None:
         await self._enter("unload")
         self.runs.pop(run, None)
+        self.begun.pop(run, None)
+
+    async def memory(self) -> MemoryReport:
+        await self._enter("memory")
+        return MemoryReport(
+            base_model=1000,
+            runs={
+                name: RunMemory(
+                    weights=RUN_BYTES,
+                    moments=RUN_BYTES if run.steps else 0,
+                    gradient=RUN_BYTES if run.gradient else 0,
+                    on_device=False,
+                )
+                for name, run in self.runs.items()
+            },
+        )
 
     async def sample(self, request: SampleRequest) -> SampleResult | Failure:
         await self._enter("sample")
@@ -187,9 +215,26 @@ class FakeBackend:
             raise BackendError(f"run {run} is not loaded")
         return self.runs[run]
 
-    def _pass(self, request: ForwardBackward) -> LossResult | Failure:
+    def _put(self, run: str, state: FakeRun) -> None:
+        self.runs[run] = state
+        self.begun.pop(run, None)
+        self.most_runs = max(self.most_runs, len(self.runs))
+
+    def _part(self, request: ForwardBackward) -> PassOutcome:
+        """What a request's parts give is what it would give whole."""
         if request.run not in self.runs:
             return Failure(message=f"run {request.run} is not loaded", category="server")
+        begun = [*self.begun.pop(request.run, []), request]
+        assert all((one.loss, one.backward) == (request.loss, request.backward) for one in begun), (
+            "parts of two requests"
+        )
+        data = tuple(datum for one in begun for datum in one.data)
+        if request.more and not any(REFUSED_TOKEN in datum.tokens for datum in data):
+            self.begun[request.run] = begun
+            return Partial()
+        return self._pass(replace(request, data=data))
+
+    def _pass(self, request: ForwardBackward) -> LossResult | Failure:
         state = self.runs[request.run]
         if any(REFUSED_TOKEN in datum.tokens for datum in request.data):
             return Failure(message="the loss is not finite", category="user")

@@ -17,9 +17,16 @@ START_TIMEOUT_S = 120
 class RunningServer:
     """`hearth serve` on a data folder. `url` stays the same over restarts, as clients need."""
 
-    def __init__(self, data: Path, models: dict[str, Path], settings: dict[str, str] | None = None):
+    def __init__(
+        self,
+        data: Path,
+        models: dict[str, Path],
+        settings: dict[str, str] | None = None,
+        threads: int = 1,
+    ):
         self.data = data
         self.models = models
+        self.threads = threads
         self.settings = settings or {}
         self.keys: dict[str, str] = {}
         self.url = ""
@@ -39,7 +46,8 @@ class RunningServer:
         arguments = [sys.executable, "-m", "server.cli", "serve"]
         for name, path in self.models.items():
             arguments += ["--model", f"{name}={path}"]
-        arguments += ["--port", str(self._port), "--data", str(self.data), "--threads", "1"]
+        arguments += ["--port", str(self._port), "--data", str(self.data)]
+        arguments += ["--threads", str(self.threads)]
         written = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("a") as output:
             self._process = subprocess.Popen(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import Depends, Header, Query, Request
 
+from backends.contract import MemoryReport
 from server.audit.service import Audit
 from server.catalogue import Catalogue
 from server.checkpoints.downloads import Downloads
@@ -63,6 +64,10 @@ class Rooms:
     traces: Traces
     free: Callable[[Run], None]
     """Tell a run's dispatcher that its session is over."""
+    memory: Callable[[], Awaitable[Mapping[str, MemoryReport]]]
+    """What each base model and its runs take."""
+    operator_token: str
+    """Whoever shows it may look into the server (`api/operators.py`)."""
     draining: bool = False
     """No new work is taken; what was promised can still be asked for."""
 

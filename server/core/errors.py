@@ -81,6 +81,13 @@ class QueueFull(ServiceError):
     retry = True
 
 
+class PassesFull(QueueFull):
+    """As much training data waits as may. The SDK asks ten times this far apart, and goes on
+    while 300 seconds have not passed: it is patient for more than 8 minutes."""
+
+    headers = MappingProxyType({"Retry-After": "25"})
+
+
 class Unavailable(ServiceError):
     """What computes is being started again; come back shortly."""
 

@@ -7,7 +7,8 @@ so nobody saves up credit, and nobody who keeps working is starved by newcomers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections import ChainMap
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -17,7 +18,9 @@ class VirtualCounters(Generic[Key]):
     """Tokens served to each key, divided by its weight."""
 
     def __init__(self, weights: Mapping[Key, float] | None = None) -> None:
-        self._served: dict[Key, float] = {}
+        self._served: MutableMapping[Key, float] = {}
+        self._highest = 0.0
+        """Of all that ever were."""
         self._active: frozenset[Key] = frozenset()
         self._weights = weights or {}
 
@@ -25,26 +28,26 @@ class VirtualCounters(Generic[Key]):
         return self._served.get(key, 0.0)
 
     def set_active(self, keys: Iterable[Key]) -> None:
-        """Say who has work; those who just got some are lifted to the least of those who had."""
+        """Say who has work; those who just got some are lifted to the least of those who had.
+        When none of those is left, all start equal: at the highest, so that none goes back."""
         now = frozenset(keys)
-        staying = now & self._active
-        floor = min((self.served(key) for key in staying), default=self._highest())
-        for key in now - self._active:
-            self._served[key] = max(self.served(key), floor)
+        if new := now - self._active:
+            staying = (self.served(key) for key in now & self._active)
+            floor = min(staying, default=self._highest)
+            for key in new:
+                self._served[key] = max(self.served(key), floor)
         self._active = now
 
     def charge(self, key: Key, tokens: int) -> None:
-        self._served[key] = self.served(key) + tokens / self._weights.get(key, 1.0)
+        served = self.served(key) + tokens / self._weights.get(key, 1.0)
+        self._served[key] = served
+        self._highest = max(self._highest, served)
 
     def forget(self, key: Key) -> None:
         self._served.pop(key, None)
 
-    def copy(self) -> VirtualCounters[Key]:
+    def trial(self) -> VirtualCounters[Key]:
+        """Counters that start as these are and are charged alone; they cost what is charged."""
         twin = VirtualCounters(self._weights)
-        twin._served = dict(self._served)
-        twin._active = self._active
+        twin._served = ChainMap({}, self._served)
         return twin
-
-    def _highest(self) -> float:
-        """When nobody stays, all start equal; the highest keeps counters from going back."""
-        return max(self._served.values(), default=0.0)

@@ -57,6 +57,10 @@ NEXT: Mapping[State, frozenset[State]] = {
 }
 
 
+FIXED_COST_TOKENS = 32
+"""What any request is charged beside its tokens, so that a flood of saves or steps counts too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A training request as the scheduler sees it."""
@@ -66,5 +70,43 @@ class Job:
     tenant: TenantId
     seq: int
     kind: Kind
-    tokens: int = 0
-    """What it costs: the tokens that go through the model."""
+    lengths: tuple[int, ...] = ()
+    """Of a pass: the tokens of each datum."""
+
+    @property
+    def tokens(self) -> int:
+        """What goes through the model."""
+        return sum(self.lengths)
+
+    @property
+    def creates(self) -> bool:
+        """Whether the run comes to be by it."""
+        return self.seq == 0 and self.kind in {Kind.CREATE, Kind.LOAD}
+
+    @property
+    def whole(self) -> Slice:
+        return Slice(self, 0, len(self.lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The datums `first` to `last` (exclusive) of a job: what of it runs in one tick. A job
+    without datums is one empty slice."""
+
+    job: Job
+    first: int
+    last: int
+
+    @property
+    def more(self) -> bool:
+        """Whether the job goes on after it."""
+        return self.last < len(self.job.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.job.lengths[self.first : self.last])
+
+    @property
+    def cost(self) -> int:
+        """What is charged for it: the fixed part with the first slice of a job."""
+        return self.tokens + (0 if self.first else FIXED_COST_TOKENS)

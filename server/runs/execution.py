@@ -18,6 +18,8 @@ from backends.contract import (
     ForwardBackward,
     LossResult,
     OptimStep,
+    Partial,
+    PassOutcome,
     StepResult,
     TrainingBackend,
 )
@@ -27,10 +29,11 @@ from server.core.errors import ServiceError
 from server.core.ids import sampling_session_id
 from server.core.paths import CheckpointKind, CheckpointPath
 from server.core.records import SamplerKind, SamplingSession
-from server.core.requests import Job
+from server.core.requests import Job, Slice
 from server.core.schedule import Tick
 from server.runs import queries
 from server.runs.operations import Create, Load, Operation, Publish, SaveCheckpoint
+from server.runs.parts import part
 from server.runs.registry import LiveRun, Registry
 from server.runs.service import adapter_spec
 from server.samplers import queries as sampler_queries
@@ -69,24 +72,29 @@ class Execution:
         self._clock = clock
 
     async def run(self, tick: Tick) -> list[Executed]:
-        """Raises BackendError when the backend failed; then no outcome is known."""
-        operations = [self._operation(job) for job in tick.jobs]
-        first = operations[0]
+        """What came of the jobs that end with this tick; the others go on. Raises BackendError when
+        the backend failed; then no outcome is known."""
+        first = self._operation(tick.jobs[0])
         if isinstance(first, ForwardBackward):
-            return await self._passes(tick.jobs, operations)
+            return await self._passes(tick.slices)
         if isinstance(first, OptimStep):
-            return await self._steps(tick.jobs, operations)
+            return await self._steps(tick.jobs)
         return [await self._single(tick.jobs[0], first)]
 
-    def _operation(self, job: Job) -> Operation:
-        return self._registry.known(job.run).pending[job.request][1]
+    def _operation(self, job: Job) -> Any:
+        return self._registry.known(job.run).pending[job.request].operation
 
-    async def _passes(self, jobs: Sequence[Job], operations: Sequence[Any]) -> list[Executed]:
-        results = await self._backend.forward_backward(operations)
-        return [Executed(job, _outcome(r)) for job, r in zip(jobs, results, strict=True)]
+    async def _passes(self, slices: Sequence[Slice]) -> list[Executed]:
+        parts = [part(self._operation(one.job), one.first, one.last) for one in slices]
+        results = await self._backend.forward_backward(parts)
+        return [
+            Executed(one.job, _outcome(result))
+            for one, result in zip(slices, results, strict=True)
+            if not _goes_on(one, result)
+        ]
 
-    async def _steps(self, jobs: Sequence[Job], operations: Sequence[Any]) -> list[Executed]:
-        results = await self._backend.optim_step(operations)
+    async def _steps(self, jobs: Sequence[Job]) -> list[Executed]:
+        results = await self._backend.optim_step([self._operation(job) for job in jobs])
         return [Executed(job, _outcome(r)) for job, r in zip(jobs, results, strict=True)]
 
     async def _single(self, job: Job, operation: Operation) -> Executed:
@@ -208,7 +216,13 @@ class Execution:
         return Executed(job, outcome, also=add, after=point_at_it)
 
 
-def _outcome(result: LossResult | StepResult | Failure) -> Outcome:
+def _goes_on(one: Slice, result: PassOutcome) -> bool:
+    """A part that failed ends its request."""
+    assert isinstance(result, Failure) or isinstance(result, Partial) == one.more, result
+    return isinstance(result, Partial)
+
+
+def _outcome(result: PassOutcome | StepResult) -> Outcome:
     match result:
         case LossResult():
             return Outcome(result=encode_loss_result(result), result_type=PROTOBUF)
@@ -216,6 +230,8 @@ def _outcome(result: LossResult | StepResult | Failure) -> Outcome:
             return _json(metrics=metrics)
         case Failure(message=message, category=category):
             return Outcome(error=message, error_category=category)
+        case Partial():
+            raise AssertionError("a part has no outcome")
 
 
 def _saved(kind: CheckpointKind, path: CheckpointPath, size_bytes: int) -> Outcome:

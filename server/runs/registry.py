@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
 
+from backends.contract import ForwardBackward
 from server.core.errors import NotFound
 from server.core.ids import RequestId, RunId, SessionId, TenantId
+from server.core.recent import Recent
 from server.core.records import Request, Run
 from server.core.requests import Job
 from server.core.sequence import RunQueue
 from server.runs.operations import Operation
+from server.runs.parts import lengths_of
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A request that has no outcome yet, decoded."""
+
+    operation: Operation
+    payload_bytes: int
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class LiveRun:
     """One run in memory."""
 
     run: Run
     queue: RunQueue
-    pending: dict[RequestId, tuple[Request, Operation]] = field(default_factory=dict)
-    """What the queued jobs are, decoded."""
+    pending: dict[RequestId, Pending] = field(default_factory=dict)
     resident_in: int | None = None
     """The generation of the backend that holds its tensors, or None."""
     restoring: bool = False
@@ -30,10 +42,6 @@ class LiveRun:
     """Computing that a crash would make the server repeat."""
     creation_error: str | None = None
     """Why the run never came to be; nothing can be asked of it."""
-
-    def push(self, job: Job, request: Request, operation: Operation, now: float) -> None:
-        self.pending[job.request] = (replace(request, payload=None), operation)
-        self.queue.add(job, now)
 
     def show_inflight(self, folder: str) -> None:
         """From now on the run's inflight samplers use this folder."""
@@ -53,22 +61,37 @@ class Stored:
 
 
 class Registry:
-    """Loads a run on its first use."""
+    """Loads a run on its first use, and forgets it when nothing of it waits, nobody holds it, and
+    many others have been used since."""
 
     def __init__(self, fetch: Callable[[RunId], Awaitable[Stored | None]]) -> None:
         self._fetch = fetch
-        self._runs: dict[RunId, LiveRun] = {}
-
-    def __iter__(self) -> Iterator[LiveRun]:
-        return iter(self._runs.values())
+        self._runs: WeakValueDictionary[RunId, LiveRun] = WeakValueDictionary()
+        self._recent: Recent[RunId, LiveRun] = Recent()
+        self._busy: defaultdict[str, dict[RunId, LiveRun]] = defaultdict(dict)
+        """Those with pending requests, by base model."""
+        self._pass_bytes: Counter[TenantId] = Counter()
 
     def known(self, run: RunId) -> LiveRun:
         return self._runs[run]
 
-    def idle(self, run: RunId) -> bool:
-        """Whether the run is in memory and nothing of it waits."""
+    def busy(self, base_model: str) -> Collection[LiveRun]:
+        """The runs of which anything waits or runs."""
+        return self._busy[base_model].values()
+
+    def is_pending(self, job: Job) -> bool:
+        """Whether the job has no outcome yet."""
+        live = self._runs.get(job.run)
+        return live is not None and job.request in live.pending
+
+    def waits(self, run: RunId) -> bool:
+        """Whether anything of the run waits or runs."""
         live = self._runs.get(run)
-        return live is not None and not live.pending
+        return live is not None and bool(live.pending)
+
+    def pass_bytes(self, tenant: TenantId) -> int:
+        """Payloads of the tenant's passes that wait or run."""
+        return self._pass_bytes[tenant]
 
     def restoring(self, run: RunId) -> bool:
         live = self._runs.get(run)
@@ -78,13 +101,36 @@ class Registry:
         return [live for live in self._runs.values() if live.run.session_id == session]
 
     def add(self, run: Run) -> LiveRun:
-        return self._runs.setdefault(run.id, LiveRun(run, RunQueue()))
+        return self._remember(LiveRun(run, RunQueue()))
 
     async def get(self, run: RunId, owner: TenantId | None) -> LiveRun:
         """The run, if it exists and belongs to `owner` (None: to anyone). Raises NotFound."""
         live = self._runs.get(run) or await self._load(run)
         if live is None or (owner is not None and live.run.owner != owner):
             raise NotFound(f"model_id {run[:200]!r} does not exist")
+        return self._remember(live)
+
+    def push(self, live: LiveRun, request: Request, operation: Operation, now: float) -> None:
+        """Queue a request that is journaled."""
+        is_pass = isinstance(operation, ForwardBackward)
+        num_bytes = len(request.payload or b"") if is_pass else 0
+        live.pending[request.id] = Pending(operation, num_bytes)
+        live.queue.add(_job(request, operation), now)
+        self._busy[live.run.base_model][live.run.id] = live
+        self._pass_bytes[request.owner] += num_bytes
+
+    def finish(self, job: Job) -> None:
+        """The job has an outcome: nothing of it will run any more."""
+        live = self.known(job.run)
+        live.queue.drop(job)
+        self._pass_bytes[job.tenant] -= live.pending.pop(job.request).payload_bytes
+        if not live.pending:
+            del self._busy[live.run.base_model][job.run]
+
+    def _remember(self, live: LiveRun) -> LiveRun:
+        """Another request may have loaded it in the meantime."""
+        live = self._runs.setdefault(live.run.id, live)
+        self._recent.put(live.run.id, live)
         return live
 
     async def _load(self, run: RunId) -> LiveRun | None:
@@ -92,11 +138,21 @@ class Registry:
         if found is None:
             return None
         snapshot_seq = -1 if found.run.snapshot_seq is None else found.run.snapshot_seq
-        live = LiveRun(
+        return LiveRun(
             found.run,
             RunQueue(found.done_through, found.failed),
             executed_seq=max(found.done_through, snapshot_seq),
             creation_error=found.creation_error,
         )
-        # Another request may have loaded it in the meantime.
-        return self._runs.setdefault(run, live)
+
+
+def _job(request: Request, operation: Operation) -> Job:
+    assert request.run_id is not None
+    return Job(
+        request=request.id,
+        run=request.run_id,
+        tenant=request.owner,
+        seq=request.seq,
+        kind=request.kind,
+        lengths=lengths_of(operation) if isinstance(operation, ForwardBackward) else (),
+    )

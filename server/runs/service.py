@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import structlog
@@ -12,10 +14,11 @@ import structlog
 from backends.contract import AdapterSpec, ForwardBackward
 from server.catalogue import Catalogue
 from server.checkpoints.service import Checkpoints
-from server.core.errors import BadInput
+from server.core.errors import BadInput, PassesFull
 from server.core.ids import (
     RunId,
     SessionId,
+    TenantId,
     holder_id,
     new_folder_name,
     request_id,
@@ -25,7 +28,7 @@ from server.core.limits import text_metadata
 from server.core.optimizers import Optimizer
 from server.core.paths import parse_path
 from server.core.records import Checkpoint, LoraShape, Request, Run, Tenant
-from server.core.requests import Job, Kind, State
+from server.core.requests import Kind, State
 from server.losses.service import with_loss
 from server.runs import queries, wire
 from server.runs.custom_validation import check_pass
@@ -60,6 +63,7 @@ class Runs:
         checkpoints: Checkpoints,
         catalogue: Catalogue,
         lora_alpha: float | None,
+        max_pass_bytes: int,
         clock: Callable[[], float],
         wake: Callable[[str], None],
         refuse_stable_reinforce: bool = False,
@@ -69,6 +73,8 @@ class Runs:
         self._checkpoints = checkpoints
         self._catalogue = catalogue
         self._lora_alpha = lora_alpha
+        self._max_pass_bytes = max_pass_bytes
+        self._arriving_bytes: Counter[TenantId] = Counter()
         self._clock = clock
         self._wake = wake
         self._recorded = Recorded(ledger.db, clock, refuse=refuse_stable_reinforce)
@@ -126,7 +132,8 @@ class Runs:
 
     async def submit_pass(self, tenant: Tenant, body: bytes, content_type: str) -> Request:
         """A forward or forward_backward. Content that cannot be computed makes a failed future,
-        which is how the SDK tells its user about data; only an unreadable body is BadInput."""
+        which is how the SDK tells its user about data; only an unreadable body is BadInput. Raises
+        PassesFull when too much of the tenant's waits."""
         try:
             submission = await _decode_aside(body, content_type)
         except ContentRefused as error:
@@ -141,10 +148,16 @@ class Runs:
             self._request(tenant, live.run, submission.seq_id, kind, body, content_type),
             tokens=operation.num_tokens,
         )
+        with self._room(live, request):
+            return await self._submit_pass(live, request, submission)
+
+    async def _submit_pass(
+        self, live: LiveRun, request: Request, submission: TrainingSubmission
+    ) -> Request:
         info = self._catalogue.get(live.run.base_model).info
         found: Found | None = None
         try:
-            operation = await with_loss(self._ledger.db, operation, live.run.session_id)
+            operation = await with_loss(self._ledger.db, submission.request, live.run.session_id)
             signature = info.losses.get(operation.loss)
             self._recorded.check_served(operation.loss, signature)
             check_pass(operation, info)
@@ -197,6 +210,25 @@ class Runs:
         await self._sessions.open(tenant, live.run.session_id)
         return live
 
+    @contextmanager
+    def _room(self, live: LiveRun, request: Request) -> Generator[None]:
+        """Holds a place for a pass until it is queued. Raises PassesFull when the tenant may not
+        have that much more waiting. What was accepted before, or is what others wait for, always
+        finds room."""
+        owner, num_bytes = request.owner, len(request.payload or b"")
+        waiting = self.registry.pass_bytes(owner) + self._arriving_bytes[owner]
+        expected = request.id in live.pending or live.queue.holds_up(request.seq)
+        if waiting and waiting + num_bytes > self._max_pass_bytes and not expected:
+            raise PassesFull(
+                f"{waiting} bytes of training data are waiting already, of "
+                f"{self._max_pass_bytes} at most; come back shortly"
+            )
+        self._arriving_bytes[owner] += num_bytes
+        try:
+            yield
+        finally:
+            self._arriving_bytes[owner] -= num_bytes
+
     async def _refuse(self, live: LiveRun, request: Request, why: str) -> Request:
         """Journal a request that will not run, with its error."""
         failed = replace(
@@ -232,7 +264,7 @@ class Runs:
                 outcome = Outcome(error=str(error), error_category="user")
                 await self._ledger.finish(request, outcome)
                 continue
-            live.push(_job(request), request, operation, now)
+            self.registry.push(live, request, operation, now)
             self._wake(live.run.base_model)
 
     async def get(self, tenant: Tenant, run: RunId) -> Run:
@@ -272,7 +304,7 @@ class Runs:
         stored, new = await self._ledger.submit(request, also=add_run)
         if new:
             live = self.registry.add(run)
-            live.push(_job(stored), stored, decode(stored), now)
+            self.registry.push(live, stored, decode(stored), now)
             self._wake(base_model)
         return stored
 
@@ -292,7 +324,7 @@ class Runs:
         if new and stale:
             live.run = replace(live.run, last_request_at=now)
         if new:
-            live.push(_job(stored), stored, operation, now)
+            self.registry.push(live, stored, operation, now)
             self._wake(live.run.base_model)
         return stored
 
@@ -350,15 +382,3 @@ async def _decode_aside(body: bytes, content_type: str) -> TrainingSubmission:
     if len(body) < _LARGE_BODY_BYTES:
         return decode_training(body, content_type)
     return await asyncio.to_thread(decode_training, body, content_type)
-
-
-def _job(request: Request) -> Job:
-    assert request.run_id is not None
-    return Job(
-        request=request.id,
-        run=request.run_id,
-        tenant=request.owner,
-        seq=request.seq,
-        kind=request.kind,
-        tokens=request.tokens,
-    )

@@ -40,8 +40,6 @@ from server.wire.sampling import SampleBody, decode_sample, target_layout, to_sa
 log = structlog.get_logger()
 
 _ATTEMPTS = 3
-_PAUSE_S = 0.02
-"""So that two attempts never fall into one moment of an engine's end."""
 PROTOBUF = "application/x-protobuf"
 
 
@@ -316,7 +314,6 @@ class Samplers:
                     "sample_lost", request=sample.request_id, attempt=attempt, why=str(error)
                 )
                 last = str(error)
-                await asyncio.sleep(_PAUSE_S)
         return Failure(
             message=f"the sampling engine failed {_ATTEMPTS} times: {last}", category="server"
         )

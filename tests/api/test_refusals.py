@@ -130,6 +130,21 @@ async def test_408_while_a_run_is_restored_says_so(client: Client, backend: Any)
     backend.let_go()
 
 
+async def test_429_when_too_much_training_data_waits_says_when_to_come_back(
+    client: Client, backend: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(client.rooms.runs, "_max_pass_bytes", 100)
+    run = await client.run()
+    backend.hold()
+    first = await client.train(run, 1, [1])
+    refused = await client.ask(TRAIN, **bodies.forward_backward(run, 2, [1]))
+    assert told(refused) == (429, "user", "true")
+    assert int(refused.headers["retry-after"]) <= 60, "the SDK takes no longer one"
+    backend.let_go()
+    assert (await client.result(first)).status_code == 200
+    assert (await client.result(await client.train(run, 2, [1]))).status_code == 200
+
+
 async def test_410_for_an_expired_result(client: Client, clock: Any):
     run = await client.run()
     promise = await client.train(run, 1, [1])

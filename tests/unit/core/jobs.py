@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from server.core.ids import RequestId, RunId, TenantId
-from server.core.requests import Job, Kind
+from server.core.requests import PASS_KINDS, Job, Kind
 
 
 def job(
     seq: int,
     kind: Kind = Kind.FORWARD_BACKWARD,
-    tokens: int = 10,
+    lengths: tuple[int, ...] = (10,),
     *,
     run: str = "run",
     tenant: str | None = None,
@@ -20,5 +20,5 @@ def job(
         tenant=TenantId(tenant or run.split("-")[0]),
         seq=seq,
         kind=kind,
-        tokens=tokens if kind in {Kind.FORWARD, Kind.FORWARD_BACKWARD} else 0,
+        lengths=lengths if kind in PASS_KINDS else (),
     )

@@ -46,11 +46,12 @@ def test_twice_the_weight_is_half_the_charge():
     assert (counters.served("heavy"), counters.served("light")) == (50, 100)
 
 
-def test_a_copy_is_charged_alone():
-    counters = VirtualCounters()
-    counters.charge("a", 1)
-    counters.copy().charge("a", 100)
-    assert counters.served("a") == 1
+def test_a_trial_is_charged_alone_and_by_the_same_weights():
+    counters = VirtualCounters({"a": 2.0})
+    counters.charge("a", 2)
+    trial = counters.trial()
+    trial.charge("a", 100)
+    assert (counters.served("a"), trial.served("a")) == (1, 51)
 
 
 def test_the_forgotten_are_as_new():

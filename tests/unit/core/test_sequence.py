@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from server.core.requests import Job
+from server.core.requests import Slice
 from server.core.sequence import LONGEST_GAP_WAITS, RunQueue
 from tests.unit.core.jobs import job
 
@@ -16,7 +16,7 @@ GAP_S = 5.0
 
 
 def seqs(queue: RunQueue, now: float) -> list[int]:
-    return [job.seq for job in queue.ready(now, GAP_S)]
+    return [one.job.seq for one in queue.ready(now, GAP_S)]
 
 
 def test_consecutive_numbers_are_ready_at_once():
@@ -96,12 +96,12 @@ def test_a_gap_behind_an_overdue_number_is_still_waited_for():
     queue.add(job(5), now=0.0)
 
     assert seqs(queue, 0.0) == [5]
-    queue.take(job(5))
+    queue.take(job(5).whole)
     assert seqs(queue, 0.0) == []
     assert seqs(queue, GAP_S) == [13]
 
 
-def test_a_job_that_was_put_back_comes_first_again():
+def test_jobs_that_were_put_back_come_first_again():
     queue = RunQueue(done_through=0)
     for seq in (1, 2, 3):
         queue.add(job(seq), now=0.0)
@@ -109,7 +109,7 @@ def test_a_job_that_was_put_back_comes_first_again():
     for one in taken:
         queue.take(one)
     for one in reversed(taken):
-        queue.put_back(one)
+        queue.put_back(one.job)
 
     assert seqs(queue, 0.0) == [1, 2, 3]
 
@@ -121,9 +121,56 @@ def test_jobs_around_a_refused_number_can_be_put_back():
         queue.add(job(seq), now=0.0)
     for one in list(queue.ready(0.0, GAP_S)):
         queue.take(one)
-        queue.put_back(one)
+        queue.put_back(one.job)
 
     assert seqs(queue, 0.0) == [1, 3]
+
+
+LARGE = job(1, lengths=(5, 6, 7))
+
+
+def begun() -> RunQueue:
+    queue = RunQueue(done_through=0)
+    for one in (LARGE, job(2)):
+        queue.add(one, now=0.0)
+    queue.take(Slice(LARGE, 0, 2))
+    return queue
+
+
+def test_a_request_that_has_begun_goes_on_where_it_was_before_all_else():
+    queue = begun()
+    assert list(queue.ready(0.0, GAP_S)) == [Slice(LARGE, 2, 3), job(2).whole]
+    queue.take(Slice(LARGE, 2, 3))
+    assert list(queue.ready(0.0, GAP_S)) == [job(2).whole]
+
+
+def test_a_lower_number_that_comes_late_waits_for_the_end_of_what_has_begun():
+    queue = RunQueue(done_through=0)
+    large = job(3, lengths=(5, 6, 7))
+    queue.add(large, now=0.0)
+    queue.take(Slice(large, 0, 1))
+    queue.add(job(2), now=1.0)
+    assert list(queue.ready(1.0, GAP_S)) == [Slice(large, 1, 3), job(2).whole]
+
+
+def test_what_is_begun_again_starts_with_its_first_datum():
+    for lose in (RunQueue.begin_again, lambda queue: queue.put_back(LARGE)):
+        queue = begun()
+        lose(queue)
+        assert next(queue.ready(0.0, GAP_S)) == LARGE.whole
+        assert len(queue) == 2
+
+
+def test_a_request_that_ended_early_is_over():
+    queue = begun()
+    queue.drop(LARGE)
+    assert list(queue.ready(0.0, GAP_S)) == [job(2).whole]
+
+
+def test_what_waits_for_a_number_is_held_up_by_it():
+    queue = RunQueue(done_through=0)
+    queue.add(job(3), now=0.0)
+    assert [queue.holds_up(seq) for seq in (1, 2, 4)] == [True, True, False]
 
 
 def test_after_a_restart_a_refused_number_ahead_lets_nothing_overtake():
@@ -161,7 +208,7 @@ def test_whatever_order_they_arrive_in_all_run_once_in_order(
             queue.add(job(seq), now=0.0)
         for one in list(queue.ready(0.0, GAP_S)):
             queue.take(one)
-            ran.append(one.seq)
+            ran.append(one.job.seq)
 
     assert ran == [seq for seq in range(1, 12) if seq not in refused]
     assert not len(queue)
@@ -178,15 +225,16 @@ class QueueMachine(RuleBasedStateMachine):
         self.sent: set[int] = set()
         self.refused: set[int] = set()
         self.waiting: set[int] = set()
-        self.running: list[Job] = []
+        self.running: list[Slice] = []
         self.ran: list[int] = []
+        self.begun: Slice | None = None
 
-    @rule(seq=st.integers(1, 30))
-    def arrive(self, seq: int) -> None:
+    @rule(seq=st.integers(1, 30), datums=st.integers(0, 3))
+    def arrive(self, seq: int, datums: int) -> None:
         if seq not in self.sent:
             self.sent.add(seq)
             self.waiting.add(seq)
-            self.queue.add(job(seq), self.now)
+            self.queue.add(job(seq, lengths=(1,) * datums), self.now)
 
     @rule(seq=st.integers(1, 30))
     def refuse(self, seq: int) -> None:
@@ -200,35 +248,58 @@ class QueueMachine(RuleBasedStateMachine):
         self.now += seconds
 
     @precondition(lambda self: not self.running)
-    @rule(most=st.integers(1, 4))
-    def take(self, most: int) -> None:
+    @rule(most=st.integers(1, 4), datums=st.integers(1, 3))
+    def take(self, most: int, datums: int) -> None:
+        """Several, of the last of which only some datums."""
         self.running = list(self.queue.ready(self.now, GAP_S))[:most]
+        if self.running and self.running[-1].job.lengths:
+            last = self.running[-1]
+            end = min(last.first + datums, last.last)
+            self.running[-1] = Slice(last.job, last.first, end)
         for one in self.running:
             self.queue.take(one)
-            self.waiting.remove(one.seq)
+            if not one.more:
+                self.waiting.remove(one.job.seq)
 
     @precondition(lambda self: self.running)
     @rule(died=st.booleans())
     def end(self, died: bool) -> None:
         for one in self.running:
             if died:
-                self.queue.put_back(one)
-                self.waiting.add(one.seq)
-            else:
-                self.ran.append(one.seq)
+                self.queue.put_back(one.job)
+                self.waiting.add(one.job.seq)
+            elif not one.more:
+                self.ran.append(one.job.seq)
+        last = self.running[-1]
+        self.begun = Slice(last.job, last.last, len(last.job.lengths))
+        if died or not last.more:
+            self.begun = None
         self.running = []
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def lose_what_has_begun(self) -> None:
+        self.queue.begin_again()
+        self.begun = None
 
     @invariant()
     def it_holds_what_waits(self) -> None:
         assert len(self.queue) == len(self.waiting)
 
+    @precondition(lambda self: not self.running)
     @invariant()
     def what_is_ready_waits_and_is_in_order(self) -> None:
-        ready = seqs(self.queue, self.now)
-        assert ready == sorted(ready)
-        assert set(ready) <= self.waiting
-        if ready:
-            assert ready[0] == min(self.waiting)
+        """What has begun first, with what is left of it; then the lowest."""
+        ready = list(self.queue.ready(self.now, GAP_S))
+        if self.begun is not None:
+            assert ready.pop(0) == self.begun
+        numbers = [one.job.seq for one in ready]
+        begun = set() if self.begun is None else {self.begun.job.seq}
+        assert numbers == sorted(numbers)
+        assert set(numbers) <= self.waiting - begun
+        assert all(one == one.job.whole for one in ready)
+        if numbers:
+            assert numbers[0] == min(self.waiting - begun)
 
     @invariant()
     def nothing_runs_twice(self) -> None:
@@ -247,7 +318,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.end(died=True)
         for _ in range(40):
             self.now += LONGEST_GAP_WAITS * GAP_S
-            self.take(4)
+            self.take(4, 3)
             if self.running:
                 self.end(died=False)
         assert not self.waiting

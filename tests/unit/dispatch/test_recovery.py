@@ -123,12 +123,11 @@ async def test_a_released_run_is_unloaded_and_comes_back_when_it_is_asked_for(pl
     await train(place, run, 1, steps=1)
     waiting = await place.compute(run, 3, [9])
     place.dispatcher.release([run])
-    await place.dispatcher._put_away()
-    assert run in place.backend.runs, "something of it waits"
+    await place.round()
+    before = values(place.state(run))
+    assert before[2] == 9, "what waits is done first"
 
     await place.work()
-    before = values(place.state(run))
-    await place.dispatcher._put_away()
     assert run not in place.backend.runs
     assert (await place.outcome(waiting)).state is State.DONE
 
@@ -246,13 +245,11 @@ async def test_a_restore_waits_for_the_results_that_are_being_written(place: Wor
     assert first is not None
     await place.dispatcher.step(first)
     place.backend.kill()
-    second = place.dispatcher.choose()
-    assert second is not None
-    stepping = asyncio.create_task(place.dispatcher.step(second))
+    second = asyncio.create_task(place.round())
     await asyncio.sleep(0.05)
     go_on.set()
-    await asyncio.gather(holding, stepping)
-    await place.dispatcher._recorded()
+    await asyncio.gather(holding, second)
+    await place.dispatcher._recorder.recorded()
     assert place.state(run).moment == 3
 
 
@@ -318,9 +315,11 @@ async def test_a_crash_before_any_write_changes_nothing_in_the_end(data: Path, w
         await settled(playing, db.dead)
         if not playing.done():
             playing.cancel()
-            for task in place.dispatcher._recording:
+            for task in place.dispatcher._recorder._commits:
                 task.cancel()
-            await asyncio.gather(playing, *place.dispatcher._recording, return_exceptions=True)
+            await asyncio.gather(
+                playing, *place.dispatcher._recorder._commits, return_exceptions=True
+            )
             assert not crashed
             crashed = True
             await db.stop()
@@ -378,8 +377,8 @@ async def test_deaths_of_the_worker_in_any_call_change_no_result(place: Workplac
                 state.gradient, state.steps = 0.0, state.steps + 1
         call = chance.choice(["forward_backward", "optim_step", "create", "load", "save"])
         place.backend.die_in = {call: 0} if chance.random() < 0.4 else {}
-        for live in place.runs.registry:
-            live.unsaved_s += chance.choice([0.0, 1e10])
+        for run in runs:
+            place.live(run).unsaved_s += chance.choice([0.0, 1e10])
         await place.work()
         place.backend.die_in = {}
 

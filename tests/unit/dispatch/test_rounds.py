@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from server.core.errors import BadInput, Gone, NotFound
 from server.core.ids import RunId
 from server.core.requests import Kind, State
 from server.runs import wire
+from server.store.database import Database
 from server.tenancy.sessions import CreateSession
 from server.wire.json_shapes import parse_json
-from tests.fake_backend import BUG_TOKEN, DEADLY_TOKEN, REFUSED_TOKEN
+from tests.databases import Clock
+from tests.fake_backend import BUG_TOKEN, DEADLY_TOKEN, REFUSED_TOKEN, FakeBackend
 from tests.unit.dispatch.workplace import ME, OTHER, Workplace
 
 
@@ -56,7 +59,7 @@ async def test_a_result_is_on_disk_before_anyone_can_see_it(place: Workplace):
 
     go_on.set()
     await holding
-    await place.dispatcher._recorded()
+    await place.dispatcher._recorder.recorded()
     assert (await place.outcome(request)).state is State.DONE
 
 
@@ -179,27 +182,6 @@ async def test_a_sample_that_restarts_the_worker_fails_no_training(place: Workpl
     assert [(await place.outcome(one)).state for one in requests] == [State.DONE, State.DONE]
 
 
-async def test_a_worker_that_refuses_calls_for_a_moment_before_it_is_dead_fails_no_request(
-    place: Workplace,
-):
-    """Its connection is broken already; its end is known only some turns of the loop later."""
-    run = await place.create()
-    ends = asyncio.get_running_loop().time() + 0.005
-    describe = place.backend.describe
-
-    async def on_its_way_out(*_: Any) -> Any:
-        if asyncio.get_running_loop().time() < ends:
-            raise BackendError("the worker ended with code -9")
-        return await describe()
-
-    place.backend.kill()
-    place.backend.describe = on_its_way_out  # type: ignore[method-assign]
-    request = await place.compute(run, 1, [3])
-    ends = asyncio.get_running_loop().time() + 0.005
-    await place.work()
-    assert (await place.outcome(request)).state is State.DONE
-
-
 async def test_an_error_nobody_expected_fails_its_tick_and_the_loop_goes_on(place: Workplace):
     run, other = await place.create(), await place.create()
     await place.compute(other, 1, [8])
@@ -304,7 +286,7 @@ async def test_creating_a_run_again_is_the_same_request(place: Workplace):
 
     assert len({one.id for one in both}) == 1
     assert place.backend.calls.count("create") == 1
-    assert len(list(place.runs.registry)) == 1
+    assert place.live(both[0].run_id).queue.done_through == 0
 
 
 async def test_a_run_used_by_many_at_once_is_loaded_once(place: Workplace):
@@ -325,19 +307,17 @@ async def test_forward_leaves_no_gradient_and_is_not_repeated(place: Workplace):
     assert later.backend.passes == [[run], [run]]
 
 
-async def test_the_least_served_tenant_goes_first(place: Workplace):
+async def test_the_least_served_tenant_goes_first(db: Database, data: Path):
+    place = Workplace(db, data, FakeBackend(), Clock(), token_budget=100)
     flood, small = await place.create(), await place.create(OTHER)
     for seq in range(1, 40):
         await place.compute(flood, seq, [1] * 60)
-    place.dispatcher._settings = type(place.settings)(
-        token_budget=100, gap_wait_s=5.0, snapshot_after_s=1e9
-    )
     for _ in range(5):
         await place.round()
     request = await place.compute(small, 1, [1] * 4, tenant=OTHER)
     await place.round()
     assert (await place.outcome(request)).state is State.DONE
-    await place.dispatcher._recorded()
+    await place.dispatcher._recorder.recorded()
 
 
 async def test_a_backend_that_refuses_a_call_fails_that_request(place: Workplace):

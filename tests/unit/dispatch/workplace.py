@@ -4,7 +4,9 @@ itself: a test takes one round after the other."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from server.catalogue import Catalogue, ServedModel
@@ -15,7 +17,8 @@ from server.core.paths import parse_path
 from server.core.records import Request, Tenant
 from server.core.requests import Kind
 from server.core.schedule import Tick
-from server.dispatch import Dispatcher, DispatchSettings
+from server.dispatch.choosing import DispatchSettings
+from server.dispatch.dispatcher import Dispatcher
 from server.runs import wire
 from server.runs.service import Runs
 from server.store.database import Database
@@ -41,10 +44,17 @@ class Workplace:
         *,
         token_budget: int = 1000,
         snapshot_after_s: float = 1e9,
+        run_memory_bytes: int = 2**40,
+        max_pass_bytes: int = 2**40,
+        tenant_weights: Mapping[TenantId, float] = MappingProxyType({}),
     ) -> None:
         self.db, self.data, self.backend, self.clock = db, data, backend, clock
         self.settings = DispatchSettings(
-            token_budget=token_budget, gap_wait_s=5.0, snapshot_after_s=snapshot_after_s
+            token_budget=token_budget,
+            gap_wait_s=5.0,
+            snapshot_after_s=snapshot_after_s,
+            run_memory_bytes=run_memory_bytes,
+            tenant_weights=tenant_weights,
         )
         self.ledger = Ledger(db, clock)
         self.sessions = Sessions(db, clock)
@@ -58,6 +68,7 @@ class Workplace:
             checkpoints=self.checkpoints,
             catalogue=catalogue,
             lora_alpha=None,
+            max_pass_bytes=max_pass_bytes,
             clock=clock,
             wake=lambda _: self.dispatcher.wake(),
         )
@@ -96,9 +107,10 @@ class Workplace:
         return request.run_id
 
     async def compute(
-        self, run: RunId, seq: int, tokens: list[int], *, tenant: Tenant = ME, backward: bool = True
+        self, run: RunId, seq: int, *data: list[int], tenant: Tenant = ME, backward: bool = True
     ) -> Request:
-        body = bodies.forward_backward(run, seq, tokens, backward=backward)
+        """A pass with a datum for each list of tokens."""
+        body = bodies.forward_backward(run, seq, *data, backward=backward)
         return await self.runs.submit_pass(tenant, bodies.encoded(body), "application/json")
 
     async def optim_step(self, run: RunId, seq: int, tenant: Tenant = ME) -> Request:
@@ -126,12 +138,22 @@ class Workplace:
     # ------------------------------------------------------------ what the server does
 
     async def round(self) -> Tick | None:
-        """Choose, run, record; the outcome is on disk when this returns."""
+        """Choose, run, record; the outcome is on disk when this returns. What waits for its run
+        to be restored, or moves to make room, is waited for."""
         tick = self.dispatcher.choose()
+        while tick is None and await self.moved():
+            tick = self.dispatcher.choose()
         if tick is not None:
             await self.dispatcher.step(tick)
-            await self.dispatcher._recorded()
+        await self.dispatcher._recorder.recorded()
         return tick
+
+    async def moved(self) -> bool:
+        """Wait for one of the runs that come or go; False when none does."""
+        moving = self.dispatcher._residency._moving()
+        if moving:
+            await asyncio.wait(moving, return_when=asyncio.FIRST_COMPLETED)
+        return bool(moving)
 
     async def work(self) -> list[Tick]:
         """Rounds until nothing is ready."""

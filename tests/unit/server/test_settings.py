@@ -50,6 +50,11 @@ def test_models_can_be_named_in_the_file(elsewhere: Path):
     assert Settings().models == {"org/name": Path("/models/name")}
 
 
+def test_tenants_are_weighted_in_the_file(elsewhere: Path):
+    (elsewhere / "hearth.toml").write_text("[tenant_weights]\nlab = 3\n")
+    assert Settings().tenant_weights == {"lab": 3.0}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -59,6 +64,7 @@ def test_models_can_be_named_in_the_file(elsewhere: Path):
         {"gap_wait_s": -1},
         {"max_body_bytes": 1},
         {"lora_alpha": 0},
+        {"tenant_weights": {"me": 0}},
     ],
 )
 def test_a_value_that_cannot_work_is_an_error(wrong: dict):

@@ -9,6 +9,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from backends.contract import (
     ForwardBackward,
     LossResult,
     OptimStep,
+    Partial,
     SampleRequest,
     SampleResult,
     StepResult,
@@ -105,6 +107,36 @@ async def test_a_run_is_trained_saved_and_sampled(backend: SubprocessBackend, tm
     assert tuned.sequences[0].tokens.tolist() != base.sequences[0].tokens.tolist()
 
 
+async def test_a_request_may_come_in_parts(backend: SubprocessBackend):
+    for run in ("whole", "parts"):
+        await backend.create(run, SPEC)
+    (whole,) = await backend.forward_backward([work("whole", num_data=3)])
+    data = work("parts", num_data=3).data
+    outcomes = [
+        (await backend.forward_backward([replace(work("parts"), data=part, more=more)]))[0]
+        for part, more in ((data[:1], True), (data[1:2], True), (data[2:], False))
+    ]
+    assert outcomes[:2] == [Partial(), Partial()]
+    assert isinstance(whole, LossResult)
+    assert isinstance(outcomes[2], LossResult)
+    assert outcomes[2].metrics == pytest.approx(whole.metrics, rel=1e-5)
+    assert len(outcomes[2].outputs) == 3
+
+
+async def test_it_tells_what_its_runs_take(backend: SubprocessBackend):
+    await backend.create("r", SPEC)
+    fresh = await backend.memory()
+    await backend.forward_backward([work("r")])
+    (step,) = await backend.optim_step([OptimStep(run="r", learning_rate=0.02)])
+    assert isinstance(step, StepResult)
+    trained = await backend.memory()
+    assert fresh.base_model == trained.base_model > 1000
+    assert fresh.runs["r"].moments == 0
+    assert trained.runs["r"].moments == 2 * trained.runs["r"].weights > 0
+    await backend.unload("r")
+    assert "r" not in (await backend.memory()).runs
+
+
 async def test_training_and_sampling_go_on_side_by_side(backend: SubprocessBackend):
     for run in ("a", "b"):
         await backend.create(run, SPEC)
@@ -181,8 +213,8 @@ async def test_a_killed_worker_fails_what_was_under_way(model_path: Path, tmp_pa
     for call in calls:
         with pytest.raises(BackendError, match="ended with code -9"):
             await call
+        assert backend.closed, "whoever hears of it can start another at once"
     await backend.wait_closed()
-    assert backend.closed
     with pytest.raises(BackendError, match="code -9"):
         await backend.describe()
 

@@ -1,0 +1,62 @@
+"""How the commands of one machine find the server that runs on a data folder.
+
+A server that is ready leaves its address and a token of its own in the folder, for the owner of
+the process alone; they are gone, or worthless, when it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+_FILE = "live.json"
+_TIMEOUT_S = 10.0
+# The server is on this machine or this network: a proxy of the user's is not on the way.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    address: str
+    token: str
+
+    def announce(self, data: Path) -> None:
+        part = data / f"{_FILE}.part"
+        part.unlink(missing_ok=True)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(asdict(self), file)
+        part.replace(data / _FILE)
+
+    @classmethod
+    def find(cls, data: Path) -> LiveServer | None:
+        try:
+            return cls(**json.loads((data / _FILE).read_text()))
+        except FileNotFoundError:
+            return None
+
+    def get(self, path: str) -> Any:
+        """What `/operator/<path>` says, or None when that server is not there any more. Raises
+        HTTPError for what a server that is there cannot answer."""
+        request = urllib.request.Request(
+            f"{self.address}/operator/{path}", headers={"authorization": f"Bearer {self.token}"}
+        )
+        try:
+            with _OPENER.open(request, timeout=_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except HTTPError as error:
+            if error.code == HTTPStatus.UNAUTHORIZED:  # another server has the port now
+                return None
+            raise
+        except URLError:
+            return None
+
+
+def withdraw(data: Path) -> None:
+    """The server on this folder is over."""
+    (data / _FILE).unlink(missing_ok=True)

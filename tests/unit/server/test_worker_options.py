@@ -1,0 +1,51 @@
+"""What the settings say of a worker reaches the trainer in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.contract import BackendError
+from backends.model import FrozenModel
+from backends.workers import main
+from backends.workers.subprocess import SubprocessBackend
+from server import app
+from server.settings import Settings
+from tests.tiny_models import tiny_llama, with_tokenizer
+from tests.unit.backends.material import run_good, sft, spec
+
+
+@pytest.mark.parametrize(("checkpointing", "recompute"), [("on", True), ("off", False)])
+async def test_a_worker_is_started_with_what_the_settings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str, recompute: bool
+):
+    words: list[str] = []
+
+    async def spawn(options: dict[str, object], log: object) -> None:
+        words.extend(str(word) for option in options.items() for word in option)
+        raise BackendError("that will do")
+
+    monkeypatch.setattr(SubprocessBackend, "_spawn", spawn)
+    settings = Settings(
+        data=tmp_path,
+        threads=1,
+        max_tokens_per_microbatch=48,
+        activation_checkpointing=checkpointing,
+    )
+    path = with_tokenizer(tiny_llama(tmp_path / "model"))
+    with pytest.raises(BackendError, match="that will do"):
+        await app._worker(settings, "org/name", path)()
+    trainer, _ = main.load(main.parse([*words, "--fd", "0"]))
+
+    seen: list[tuple[int, bool]] = []
+    hidden = FrozenModel.hidden
+
+    def watched(model: FrozenModel, tokens, *args, recompute: bool):
+        seen.append((len(tokens), recompute))
+        return hidden(model, tokens, *args, recompute=recompute)
+
+    monkeypatch.setattr(FrozenModel, "hidden", watched)
+    trainer.create("r", spec())
+    run_good(trainer, sft("r", [30, 30]))
+    assert seen == [(30, recompute), (30, recompute)]
