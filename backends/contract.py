@@ -119,10 +119,18 @@ class ForwardBackward:
     more: bool = False
     """Whether this is only the next part of a request: its other datums follow in the run's next
     call, and nothing else of the run comes between but a `save`, which leaves the parts out."""
+    part_of: int | None = None
+    """Of a part, the last one too: how many datums the whole request has. What its datums share
+    must not depend on how it was cut."""
 
     @property
     def num_tokens(self) -> int:
         return sum(len(datum.tokens) for datum in self.data)
+
+    @property
+    def num_data(self) -> int:
+        """Of the whole request."""
+        return len(self.data) if self.part_of is None else self.part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

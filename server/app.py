@@ -356,6 +356,8 @@ def _worker(
         return await SubprocessBackend.start(
             path,
             dtype=settings.dtype,
+            device=settings.device,
+            device_run_bytes=settings.device_run_bytes,
             threads=settings.threads or os.cpu_count() or 1,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             activation_checkpointing=settings.activation_checkpointing,

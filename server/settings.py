@@ -47,6 +47,13 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the frozen base model. Adapters and optimizer state are always float32."""
 
+    device: str = "auto"
+    """Where base models compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if torch finds one."""
+
+    device_run_bytes: int | None = Field(default=None, ge=2**20)
+    """How much of a GPU the adapters, gradients and moments of runs may take; those idle longest
+    wait in host memory. Unset, they move when the GPU's memory runs out."""
+
     threads: int = Field(default=0, ge=0)
     """CPU threads of each worker; 0 takes every core."""
 

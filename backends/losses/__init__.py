@@ -29,5 +29,5 @@ LOSSES: dict[str, Loss] = {
 def loss_of(request: ForwardBackward) -> Loss:
     """Raises LossRefusedError when the request brings a graph that is not allowed."""
     if request.custom_loss is not None:
-        return custom_loss(request.custom_loss, len(request.data))
+        return custom_loss(request.custom_loss, request.num_data)
     return LOSSES[request.loss]

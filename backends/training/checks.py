@@ -46,9 +46,8 @@ def custom_refusal(
     request: ForwardBackward, loss: CustomLoss, info: ModelInfo, first: int
 ) -> str | None:
     """The same for a loss that declares its own inputs."""
-    num_data = first + len(request.data)
-    if len(loss.nodes) * num_data > MAX_NODE_RUNS:
-        return f"{len(loss.nodes)} nodes for each of {num_data} datums are too many"
+    if len(loss.nodes) * request.num_data > MAX_NODE_RUNS:
+        return f"{len(loss.nodes)} nodes for each of {request.num_data} datums are too many"
     if not loss.inputs:
         return "the custom loss has no inputs"
     declared = [("target_tokens", loss.inputs[0].rank)]

@@ -77,11 +77,12 @@ def _leave() -> None:
 def load(arguments: argparse.Namespace) -> tuple[LocalTrainer, EmbeddedEngine]:
     began = time.monotonic()
     transformers_logging.disable_progress_bar()
-    model = FrozenModel.load(
-        arguments.model, DTYPES[arguments.dtype], torch.device(arguments.device)
-    )
+    model = FrozenModel.load(arguments.model, DTYPES[arguments.dtype], arguments.device)
     trainer = LocalTrainer(
-        model, arguments.max_tokens_per_microbatch, arguments.activation_checkpointing
+        model,
+        arguments.max_tokens_per_microbatch,
+        arguments.activation_checkpointing,
+        arguments.device_run_bytes,
     )
     engine = EmbeddedEngine(
         model,
@@ -93,12 +94,19 @@ def load(arguments: argparse.Namespace) -> tuple[LocalTrainer, EmbeddedEngine]:
     return trainer, engine
 
 
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="backends.workers.main", description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--fd", type=int, required=True, help="our end of a Unix socket pair")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=_device, default="auto")
+    parser.add_argument("--device-run-bytes", type=int)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-tokens-per-microbatch", type=int, required=True)
     parser.add_argument(

@@ -70,7 +70,8 @@ class SubprocessBackend:
         max_tokens_per_microbatch: int,
         activation_checkpointing: str = "auto",
         log_file: str | Path,
-        device: str = "cpu",
+        device: str = "auto",
+        device_run_bytes: int | None = None,
         max_batch_size: int = 32,
         kv_token_budget: int = 65_536,
     ) -> SubprocessBackend:
@@ -86,6 +87,8 @@ class SubprocessBackend:
             "--max-batch-size": max_batch_size,
             "--kv-token-budget": kv_token_budget,
         }
+        if device_run_bytes is not None:
+            options["--device-run-bytes"] = device_run_bytes
         backend = await cls._spawn(options, Log(Path(log_file)))
         try:
             await backend._connection.ready()

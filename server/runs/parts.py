@@ -11,7 +11,8 @@ from server.core.schedule import datums_within
 
 def part(request: ForwardBackward, first: int, last: int) -> ForwardBackward:
     """The datums `first` to `last` (exclusive)."""
-    return replace(request, data=request.data[first:last], more=last < len(request.data))
+    total = len(request.data)
+    return replace(request, data=request.data[first:last], more=last < total, part_of=total)
 
 
 def parts(request: ForwardBackward, token_budget: int) -> Iterator[ForwardBackward]:

@@ -20,9 +20,10 @@ LENGTHS = (9, 4, 12, 3, 5)
 
 
 def _parts(request: ForwardBackward, cuts: set[int]) -> list[ForwardBackward]:
-    edges = [0, *sorted(cuts), len(request.data)]
+    total = len(request.data)
+    edges = [0, *sorted(cuts), total]
     return [
-        replace(request, data=request.data[first:last], more=last < len(request.data))
+        replace(request, data=request.data[first:last], more=last < total, part_of=total)
         for first, last in pairwise(edges)
     ]
 

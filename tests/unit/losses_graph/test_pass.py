@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from backends.contract import CustomLoss, Failure, ForwardBackward, LossResult, OptimStep
+from backends.losses.graph import limits
 from backends.model import FrozenModel
 from backends.training.local import LocalTrainer
 from tests.tiny_models import tiny_llama, with_tokenizer
@@ -113,3 +114,23 @@ def test_a_graph_for_too_many_datums_is_refused(trainer: LocalTrainer) -> None:
     [failed] = run_all(trainer, [request])
     assert isinstance(failed, Failure)
     assert "600 datums" in failed.message
+    [failed] = run_all(trainer, [replace(request, data=request.data[:1], more=True, part_of=600)])
+    assert isinstance(failed, Failure)
+    assert "600 datums" in failed.message
+
+
+def test_what_the_datums_share_does_not_depend_on_how_they_are_cut(
+    trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay may be cut in other places, and must not be refused what was computed once."""
+    monkeypatch.setattr(limits, "REQUEST_WORK", 2**12)
+    monkeypatch.setattr(limits, "WORK_PER_LOGPROB", 0)
+    whole = custom("a", NEG_LL)
+    alone = replace(whole, data=whole.data[:1])
+    assert not isinstance(run_all(trainer, [alone])[0], Failure)
+    many = replace(whole, data=whole.data[:1] * 4096)
+    part = replace(alone, more=True, part_of=4096)
+    for request in (many, part):
+        [failed] = run_all(trainer, [request])
+        assert isinstance(failed, Failure)
+        assert "more computing" in failed.message

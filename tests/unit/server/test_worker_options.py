@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from backends.contract import BackendError
 from backends.model import FrozenModel
@@ -31,12 +32,16 @@ async def test_a_worker_is_started_with_what_the_settings_say(
         data=tmp_path,
         threads=1,
         max_tokens_per_microbatch=48,
+        device_run_bytes=2**21,
         activation_checkpointing=checkpointing,
     )
     path = with_tokenizer(tiny_llama(tmp_path / "model"))
     with pytest.raises(BackendError, match="that will do"):
         await app._worker(settings, "org/name", path)()
-    trainer, _ = main.load(main.parse([*words, "--fd", "0"]))
+    arguments = main.parse([*words, "--fd", "0"])
+    assert arguments.device == torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert arguments.device_run_bytes == 2**21
+    trainer, _ = main.load(arguments)
 
     seen: list[tuple[int, bool]] = []
     hidden = FrozenModel.hidden
