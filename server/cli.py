@@ -122,7 +122,7 @@ def list_keys(data: Data = None) -> None:
     table = Table("name", "tenant", "project", "state")
     for name, tenant, project, _, revoked_at in _with_keys(data, lambda keys: keys.all()):
         table.add_row(name, tenant, project, "valid" if revoked_at is None else "revoked")
-    Console().print(table)
+    Console(emoji=False, markup=False).print(table)
 
 
 def _settings(model: list[str], **options: Any) -> Settings:

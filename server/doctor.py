@@ -30,7 +30,7 @@ VERSIONS = ("hearth", "fastapi", "sqlalchemy", "torch", "transformers", "peft", 
 
 
 def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
-    console = Console()
+    console = Console(emoji=False, markup=False)  # what users name is not ours to interpret
     console.print(_versions())
     console.print(_machine(settings))
     console.print(_settings(settings, flags))

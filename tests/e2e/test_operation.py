@@ -30,7 +30,7 @@ def mebibytes(floats: int) -> str:
 
 
 def test_the_doctor_prints_what_each_run_takes(own_server: RunningServer):
-    service = tinker.ServiceClient(base_url=own_server.url)
+    service = tinker.ServiceClient(base_url=own_server.url, api_key="tml-anyone")
     fresh, trained = new_run(service, rank=RANK), new_run(service, rank=RANK)
     train(trained, steps=1)
     rows = {line.split()[1]: line for line in doctor(own_server).splitlines() if ":" in line}

@@ -43,6 +43,11 @@ def test_a_key_is_shown_once_listed_by_name_and_revoked():
     assert run("keys", "revoke", "ann").exit_code == 1
 
 
+def test_names_are_shown_as_they_are():
+    run("keys", "create", ":train:[bold]")
+    assert ":train:[bold]" in run("keys", "list").output
+
+
 def test_serving_needs_a_model(elsewhere: Path):
     assert run("serve").exit_code == 2
 

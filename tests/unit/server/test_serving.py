@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.serving import lock
+from server.serving import listen, lock
 
 
 def hearth_serve(model: Path, data: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -57,3 +57,14 @@ def test_a_second_server_on_a_data_folder_does_not_start(no_model: Path, tmp_pat
         ended = hearth_serve(no_model, data, "--port", "0")
     assert ended.returncode == 1
     assert f"hearth: another server is running on the data folder {data}" in ended.stderr
+
+
+def test_answers_leave_at_once_however_small() -> None:
+    """Nagle's algorithm holds a small second write back until the first is acknowledged, which
+    a client delays by up to 40 ms."""
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

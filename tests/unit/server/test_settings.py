@@ -82,7 +82,7 @@ def test_the_doctors_report_holds_no_password(capsys: pytest.CaptureFixture[str]
 
 def test_the_doctor_prints_all_its_parts(monkeypatch: pytest.MonkeyPatch):
     console = Console(record=True, width=200)
-    monkeypatch.setattr(doctor, "Console", lambda: console)
+    monkeypatch.setattr(doctor, "Console", lambda **_: console)
     doctor.print_report(Settings(), {})
     report = console.export_text()
     for part in ("Versions", "Machine", "Settings", "Features", "tick_token_budget", "disk, free"):
