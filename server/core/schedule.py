@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from server.core.fairness import VirtualCounters
+from server.core.fairness import GroupedCounters, VirtualCounters
 from server.core.ids import RequestId, RunId, TenantId
 from server.core.requests import PASS_KINDS, Job, Kind, Slice
 
@@ -51,16 +51,16 @@ class Served:
     """What every tenant, and every run within its tenant, has been charged so far."""
 
     tenants: VirtualCounters[TenantId]
-    runs: VirtualCounters[RunId]
+    runs: GroupedCounters[TenantId, RunId]
 
     def set_active(self, jobs: Sequence[Job]) -> None:
         """Say what waits: one job of each run that has any."""
         self.tenants.set_active({job.tenant for job in jobs})
-        self.runs.set_active({job.run for job in jobs})
+        self.runs.set_active((job.tenant, job.run) for job in jobs)
 
     def charge(self, taken: Slice) -> None:
         self.tenants.charge(taken.job.tenant, taken.cost)
-        self.runs.charge(taken.job.run, taken.cost)
+        self.runs.charge(taken.job.tenant, taken.job.run, taken.cost)
 
     def trial(self) -> Served:
         return Served(self.tenants.trial(), self.runs.trial())
@@ -177,8 +177,8 @@ class _Turns:
             heapq.heappush(self._tenants, (self._served.tenants.served(tenant), tenant))
 
     def _entry(self, line: _Line) -> tuple[float, RunId, _Line]:
-        run = line.head.job.run
-        return self._served.runs.served(run), run, line
+        job = line.head.job
+        return self._served.runs.served(job.tenant, job.run), job.run, line
 
 
 def _is_pass(one: Slice) -> bool:

@@ -17,7 +17,7 @@ import structlog
 
 from backends.contract import BackendError
 from server.checkpoints.service import Checkpoints
-from server.core.fairness import VirtualCounters
+from server.core.fairness import GroupedCounters, VirtualCounters
 from server.core.ids import RequestId, RunId
 from server.core.requests import REPLAYED_KINDS, Job
 from server.core.schedule import Served, Tick
@@ -65,7 +65,7 @@ class Dispatcher:
             db=ledger.db,
             recorded=self._recorder.recorded,
         )
-        served = Served(VirtualCounters(settings.tenant_weights), VirtualCounters())
+        served = Served(VirtualCounters(settings.tenant_weights), GroupedCounters())
         self._residency = Residency(
             device=self._device,
             registry=registry,
@@ -185,8 +185,7 @@ class Dispatcher:
         total = tick.tokens or len(tick.slices)
         for one in tick.slices:
             if one.job.kind in REPLAYED_KINDS:
-                share = (one.tokens or 1) / total
-                self._registry.known(one.job.run).unsaved_s += seconds * share
+                self._registry.known(one.job.run).computed(one, seconds * (one.tokens or 1) / total)
         log.debug("tick", kind=tick.kind, jobs=len(tick.slices), tokens=total, seconds=seconds)
 
     async def _record(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from backends.contract import BackendError
+from backends.contract import BackendError, RunMemory
 from server.core.fairness import VirtualCounters
 from server.core.ids import RunId, TenantId
 from server.core.requests import Job, Kind
@@ -24,6 +24,8 @@ log = structlog.get_logger()
 
 _MOST_COMING = 4
 """Runs restored at a time: between two ticks each makes a call."""
+_PAUSE_S = 1.0
+"""After a backend failed to make room."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class _Resident:
     live: LiveRun
     done: set[Kind] = field(default_factory=set)
     """What it has done since it came: the first pass and the first step make it grow."""
+    stuck: bool = False
+    """It could not be saved since it was last used."""
 
 
 class Residency:
@@ -46,7 +50,7 @@ class Residency:
         snapshots: Snapshots,
         memory_bytes: int,
         restore_failed: Callable[[Job, Exception], Awaitable[None]],
-        gone: Callable[[RunId], None],
+        gone: Callable[[TenantId, RunId], None],
         wake: Callable[[], None],
     ) -> None:
         self._device = device
@@ -61,6 +65,8 @@ class Residency:
         """The one used last is the last."""
         self._grown = False
         """Whether more may be in memory than when it was last asked for."""
+        self._over = False
+        """Whether there was too much, and nothing idle to put away."""
         self._coming: dict[RunId, asyncio.Task[None]] = {}
         self._brought: VirtualCounters[TenantId] = VirtualCounters()
         self._leaving: set[RunId] = set()
@@ -86,6 +92,7 @@ class Residency:
                 self._resident.move_to_end(job.run)
                 self._grown |= job.kind not in resident.done
                 resident.done.add(job.kind)
+                resident.stuck = False
 
     def bring(self, heads: Sequence[Job]) -> None:
         """Restore the runs of these requests, a few at a time, the tenants by turns."""
@@ -106,9 +113,16 @@ class Residency:
 
     def tidy(self) -> None:
         """Put away what was released, and what makes memory overflow."""
-        idle = any(not self._registry.waits(run) for run in self._released)
-        if (idle or self._grown) and self._tidying is None:
+        if self._tidying is None and (self._grown or self._idle_released() or self._idle_over()):
             self._tidying = asyncio.create_task(self._tidy())
+
+    def _idle_released(self) -> bool:
+        return any(not self._registry.waits(run) for run in self._released)
+
+    def _idle_over(self) -> bool:
+        return self._over and any(
+            not one.live.pending and not one.stuck for one in self._resident.values()
+        )
 
     async def stop(self) -> None:
         """What moves is left where it is: the journal leads to it."""
@@ -143,28 +157,32 @@ class Residency:
                 self._released.discard(run)
                 if resident := self._resident.get(run):
                     await self._put_away(resident.live)
-            if self._grown:
+            if self._grown or self._over:
                 self._grown = False
-                await self._make_room()
+                self._over = await self._make_room()
         except BackendError as error:
             log.warning("put_away_failed", why=str(error))
+            self._grown = True
+            await asyncio.sleep(_PAUSE_S)
         finally:
             self._tidying = None
             self._wake()
 
-    async def _make_room(self) -> None:
-        """Put away idle runs, those that were not used for longest first, until the rest fits."""
+    async def _make_room(self) -> bool:
+        """Put away idle runs, those that were not used for longest first, until the rest fits.
+        Whether there is still too much."""
         async with self._device.turn():
             report = await self._device.backend.memory()
             held = self._forget_lost()
             for run in report.runs.keys() - {*held, *self._coming}:
                 await self._device.backend.unload(run)  # a call that failed has left it there
-        excess = sum(report.runs[run].total for run in held) - self._memory_bytes
+        excess = sum(_most(report.runs[run]) for run in held) - self._memory_bytes
         for run in held:
             if excess <= 0:
-                return
+                break
             if await self._put_away(self._resident[run].live):
-                excess -= report.runs[run].total
+                excess -= _most(report.runs[run])
+        return excess > 0
 
     def _forget_lost(self) -> list[RunId]:
         """Those that are left: what a backend that died had held is gone."""
@@ -181,12 +199,18 @@ class Residency:
         self._leaving.add(run)
         try:
             if live.unsaved_s > 0 and not await self._snapshots.attempt(live):
+                self._resident[run].stuck = True
                 return False
             async with self._device.turn():
                 await self._device.backend.unload(run)
             live.resident_in = None
             del self._resident[run]
-            self._gone(run)
+            self._gone(live.run.owner, run)
             return True
         finally:
             self._leaving.discard(run)
+
+
+def _most(memory: RunMemory) -> int:
+    """What it takes while it trains: its gradient, as large as its weights, comes and goes."""
+    return 2 * memory.weights + memory.moments

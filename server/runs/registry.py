@@ -12,7 +12,7 @@ from server.core.errors import NotFound
 from server.core.ids import RequestId, RunId, SessionId, TenantId
 from server.core.recent import Recent
 from server.core.records import Request, Run
-from server.core.requests import Job
+from server.core.requests import Job, Slice
 from server.core.sequence import RunQueue
 from server.runs.operations import Operation
 from server.runs.parts import lengths_of
@@ -39,9 +39,17 @@ class LiveRun:
     executed_seq: int = -1
     """The highest seq whose effect is in the tensors."""
     unsaved_s: float = 0.0
-    """Computing that a crash would make the server repeat."""
+    """Computing that a crash would make the server repeat, and a snapshot save."""
+    open_s: float = 0.0
+    """That of a request which is not done yet: no snapshot has it."""
     creation_error: str | None = None
     """Why the run never came to be; nothing can be asked of it."""
+
+    def computed(self, taken: Slice, seconds: float) -> None:
+        self.open_s = seconds + (self.open_s if taken.first else 0.0)
+        if not taken.more:
+            self.unsaved_s += self.open_s
+            self.open_s = 0.0
 
     def show_inflight(self, folder: str) -> None:
         """From now on the run's inflight samplers use this folder."""

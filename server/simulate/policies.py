@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Protocol
 
-from server.core.fairness import VirtualCounters
+from server.core.fairness import GroupedCounters, VirtualCounters
 from server.core.ids import RunId, TenantId
 from server.core.requests import PASS_KINDS, Job, Kind, Slice
 from server.core.schedule import Served, Tick, next_tick
@@ -32,7 +32,7 @@ class FairShare:
 
     def __init__(self, token_budget: int, weights: Mapping[TenantId, float]) -> None:
         self._token_budget = token_budget
-        self._served = Served(VirtualCounters(weights), VirtualCounters())
+        self._served = Served(VirtualCounters(weights), GroupedCounters())
         self._queues: dict[RunId, RunQueue] = {}
         self._busy: dict[RunId, RunQueue] = {}
         """Those in which anything waits."""

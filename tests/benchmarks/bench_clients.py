@@ -34,7 +34,7 @@ class Point:
 
     clients: int
     tokens_per_s: float
-    """Trained, of all clients together."""
+    """Of the steps that all clients together finished."""
     round_s: float
     processor_s: float | None
     """Of the server and its children, a round; None where its process is not known."""
@@ -54,6 +54,7 @@ class Client:
         )
         rng = random.Random(number)
         self._data = [_datum(rng, options.length) for _ in range(options.batch)]
+        self.steps_done = 0
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -61,6 +62,7 @@ class Client:
             stepped = self._run.optim_step(ADAM)
             settle(passed)
             settle(stepped)
+            self.steps_done += 1
 
 
 def main() -> None:
@@ -86,7 +88,7 @@ def settle(value: Any) -> Any:
 
 
 def _datum(rng: random.Random, length: int) -> types.Datum:
-    tokens = [rng.randrange(100, 1000) for _ in range(length + 1)]
+    tokens = [rng.randrange(10, 200) for _ in range(length + 1)]
     inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": [1.0] * length}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
@@ -94,14 +96,16 @@ def _datum(rng: random.Random, length: int) -> types.Datum:
 def _measure(clients: Sequence[Client], options: argparse.Namespace, one_s: float | None) -> Point:
     """`one_s`: seconds a round with the first number of clients, None when these are they."""
     errors = _together(clients, 1)  # what is made at first use is not the load's
+    done = sum(client.steps_done for client in clients)
     used, began = _processor_s(options.pid), time.perf_counter()
     errors += _together(clients, options.steps)
-    round_s = (time.perf_counter() - began) / options.steps
+    wall_s = time.perf_counter() - began
+    round_s = wall_s / options.steps
     processor_s = (_processor_s(options.pid) - used) / options.steps if options.pid else None
-    tokens = len(clients) * options.batch * options.length
+    done = sum(client.steps_done for client in clients) - done
     return Point(
         clients=len(clients),
-        tokens_per_s=tokens / round_s,
+        tokens_per_s=done * options.batch * options.length / wall_s,
         round_s=round_s,
         processor_s=processor_s,
         over_one=round_s / (one_s or round_s),
@@ -118,10 +122,8 @@ def _together(clients: Sequence[Client], steps: int) -> list[str]:
 
 def _line(point: Point) -> str:
     processor = "" if point.processor_s is None else f"{point.processor_s:.2f}"
-    return (
-        f"{point.clients:>7}{point.tokens_per_s:>11.1f}{point.round_s:>11.2f}{processor:>8}"
-        f"{point.over_one:>11.2f}  {' | '.join(point.errors) or 'none'}"
-    )
+    numbers = f"{point.clients:>7}{point.tokens_per_s:>11.1f}{point.round_s:>11.2f}{processor:>8}"
+    return f"{numbers}{point.over_one:>11.2f}  {' | '.join(point.errors[:1]) or 'none'}"
 
 
 def _processor_s(pid: int | None) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.core.fairness import VirtualCounters
+from server.core.fairness import GroupedCounters, VirtualCounters
 from server.core.ids import RunId, TenantId
 from server.core.requests import FIXED_COST_TOKENS, PASS_KINDS, Job, Kind, Slice
 from server.core.schedule import TURNS_PER_TICK, Served, Tick, datums_within, next_tick
@@ -43,7 +43,7 @@ def crowds(draw: st.DrawFn) -> dict[str, list[Job]]:
 
 
 def nobody(weights: Mapping[TenantId, float] | None = None) -> Served:
-    return Served(VirtualCounters(weights), VirtualCounters())
+    return Served(VirtualCounters(weights), GroupedCounters())
 
 
 def ready(crowd: Mapping[str, list[Job]]) -> dict[RunId, list[Slice]]:
@@ -349,7 +349,7 @@ def test_beside_a_flood_of_small_datums_a_small_request_is_in_the_next_tick(size
 def test_within_a_tenant_the_least_served_run_goes_first():
     crowd = {run: [job(0, run=run)] for run in ("a-0", "a-1")}
     served = nobody()
-    served.runs.charge(RunId("a-0"), 1)
+    served.runs.charge(TenantId("a"), RunId("a-0"), 1)
     tick = next_tick(ready(crowd), served, token_budget=10)
     assert tick is not None
     assert tick.jobs[0].run == "a-1"
@@ -370,6 +370,27 @@ def test_a_tenant_with_many_runs_gets_no_more_than_one_with_a_single_run():
     assert tokens["one"] == tokens["many"]
 
 
+def test_a_new_run_is_level_with_its_tenants_runs_whoever_else_has_more():
+    """Another tenant with many runs has had each of them served little."""
+    crowd = {"a-0": [job(seq, lengths=(16,), run="a-0") for seq in range(500)]}
+    crowd |= {
+        f"b-{n}": [job(seq, lengths=(16,), run=f"b-{n}") for seq in range(200)] for n in range(10)
+    }
+    server = Server(crowd)
+    for _ in range(100):
+        server.tick()
+    for seq in range(500):
+        server.submit(job(seq, lengths=(16,), run="a-1"))
+    tokens: defaultdict[str, int] = defaultdict(int)
+    for _ in range(100):
+        tick = server.tick()
+        assert tick is not None
+        for one in tick.slices:
+            tokens[one.job.run] += one.tokens
+
+    assert abs(tokens["a-0"] - tokens["a-1"]) <= 2 * 16
+
+
 def test_ten_thousand_runs_cost_a_tick_no_more_than_a_look_at_each():
     """Beside that, a tick costs its turns: counted in what is asked of the counters."""
     crowd = {
@@ -378,6 +399,6 @@ def test_ten_thousand_runs_cost_a_tick_no_more_than_a_look_at_each():
     served, asked = nobody(), itertools.count()
     for counters in (served.tenants, served.runs):
         look = counters.served
-        counters.served = lambda key, look=look: (next(asked), look(key))[1]  # type: ignore[method-assign]
+        counters.served = lambda *key, look=look: (next(asked), look(*key))[1]  # type: ignore[method-assign]
     next_tick(ready(crowd), served, token_budget=1000)
     assert next(asked) <= 4 * len(crowd)

@@ -16,8 +16,8 @@ from tests.databases import Clock
 from tests.fake_backend import RUN_BYTES, FakeBackend
 from tests.unit.dispatch.workplace import ME, Workplace
 
-TRAINED = 2 * RUN_BYTES
-"""Bytes of a run between its steps: weights and moments."""
+TRAINED = 3 * RUN_BYTES
+"""Bytes that a run counts for: weights, moments and the gradient that comes and goes."""
 
 
 def room_for(runs: int, db: Database, data: Path) -> Workplace:
@@ -92,6 +92,17 @@ async def test_a_run_that_work_waits_for_stays(db: Database, data: Path):
     place.clock.now += 5
     await place.work()
     assert len(place.backend.runs) == 1
+
+
+async def test_those_that_had_to_stay_go_once_nothing_waits_for_them(db: Database, data: Path):
+    place = room_for(2, db, data)
+    runs = [await place.create() for _ in range(5)]
+    for seq in (1, 3):
+        for run in runs:
+            await place.compute(run, seq, [seq, 3])
+            await place.optim_step(run, seq + 1)
+    await place.work()
+    assert len(place.backend.runs) <= 2
 
 
 async def test_a_gradient_that_waits_for_a_step_comes_back_too(db: Database, data: Path):
