@@ -14,6 +14,7 @@ from torch import Tensor
 from backends.lora.adapter import UNEMBED
 from backends.lora.linear import anchor
 from backends.lora.parts import Bounds, Part
+from backends.lora.product import product
 
 CHUNK_BYTES = 32 << 20
 
@@ -85,7 +86,7 @@ def _within(bounds: Bounds, first: int, last: int) -> Bounds:
 
 def _logits(hidden: Tensor, weight: Tensor, parts: Sequence[Part], out: Tensor) -> list[Tensor]:
     """Write the logits of hidden[C, E] into out[C, V]; gives back A h of each part."""
-    torch.mm(hidden, weight.t(), out=out)
+    out.copy_(product(hidden, weight))
     return [part.add_product(UNEMBED, hidden, out) for part in parts]
 
 
@@ -157,7 +158,7 @@ class _TargetLogprobs(torch.autograd.Function):
             logits = scratch.to_float32(len(h))
             _to_grad_(logits, normalizer[rows], targets[rows], grads[0][rows])
             g = scratch.to_model_dtype(len(h))
-            gh = g @ weight
+            gh = product(g, weight.t())
             for part, low in zip(inside, lows, strict=True):
                 part.add_gradient(UNEMBED, h, g, low, gh)
             grad_hidden[rows] = gh

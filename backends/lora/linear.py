@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backends.lora.adapter import Adapter, LoRAPair
 from backends.lora.gradient import PartGradient
 from backends.lora.parts import Bounds, Owner, Part
+from backends.lora.product import product
 
 _ANCHOR = torch.zeros((), requires_grad=True)
 """Makes autograd record a layer whose input needs no gradient, for the sake of the adapters'
@@ -105,7 +105,7 @@ class _SegmentedLinear(torch.autograd.Function):
         parts: Sequence[Part],
         anchor: Tensor | None,
     ) -> Tensor:
-        y = F.linear(x, weight, bias)
+        y = product(x, weight, bias)
         lows = [part.add_product(module, x, y) for part in parts]
         ctx.module, ctx.parts = module, parts
         ctx.save_for_backward(x, weight, *lows)
@@ -115,7 +115,7 @@ class _SegmentedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads
         x, weight, *lows = ctx.saved_tensors
-        grad_x = grad_y @ weight if ctx.needs_input_grad[0] else None
+        grad_x = product(grad_y, weight.t()) if ctx.needs_input_grad[0] else None
         for part, low in zip(ctx.parts, lows, strict=True):
             part.add_gradient(ctx.module, x, grad_y, low, grad_x)
         return (grad_x, None, None, None, None, None)
@@ -133,8 +133,6 @@ class MultiLoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x[1, T, I] -> [1, T, O]"""
         parts = self.segments.parts(self.name)
-        if not parts:
-            return self.base(x)
         y = _SegmentedLinear.apply(
             x[0], self.base.weight, self.base.bias, self.name, parts, anchor(parts)
         )
