@@ -20,7 +20,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install model quickstart test test-sdks check clean
+.PHONY: help install install-vllm model quickstart test test-sdks test-vllm check clean
 
 # SDKs that users still have: the oldest is in every test run, all of them in `make test-sdks`.
 OLDEST_SDK := 0.16.1
@@ -45,6 +45,24 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt torch
 	@echo "Installing Hearth and what it needs ..."
 	@$(PIP) install -c constraints.txt -e '.[torch,client,dev]'
+	@touch $@
+
+# vLLM wants versions of its own, so it lives apart and is spoken to over HTTP.
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
+VLLM_ON_GPU := vllm==0.32.0
+VLLM_PLUGIN := backends/sampling/vllm/cpu_lora_plugin
+VLLM_PLUGIN_FILES := $(wildcard $(VLLM_PLUGIN)/*.toml $(VLLM_PLUGIN)/*/*.py)
+
+install-vllm: $(VLLM_VENV)/.installed ## Make .venv-vllm with vLLM: for the CPU, or with nvidia-smi for the GPU
+
+$(VLLM_VENV)/.installed: requirements-vllm.txt constraints.txt $(VLLM_PLUGIN_FILES)
+	@$(VLLM_VENV)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VLLM_VENV)
+	@echo "Installing vLLM (about 1 GB; on a GPU several) ..."
+	@if command -v nvidia-smi >/dev/null; then $(VLLM_PIP) install $(VLLM_ON_GPU); else \
+		$(VLLM_PIP) install -c constraints.txt torch \
+		&& $(VLLM_PIP) install --no-deps -r requirements-vllm.txt \
+		&& $(VLLM_PIP) install --no-deps --no-build-isolation --force-reinstall ./$(VLLM_PLUGIN); fi
 	@touch $@
 
 model: $(WEIGHTS) ## Make models/HuggingFaceTB/SmolLM2-135M-Instruct (once; 269 MB)
@@ -72,6 +90,9 @@ $(VENV)-sdk-%/.installed: | $(INSTALLED)
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install tinker==$* numpy
 	@touch $@
 
+test-vllm: install install-vllm model ## Run the tests that start real vLLM servers
+	@$(BIN)/python -m pytest tests/vllm -m vllm $(ARGS)
+
 check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -79,4 +100,4 @@ check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/lint-imports
 
 clean: ## Remove everything that make made
-	rm -rf $(VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out build *.egg-info .pytest_cache .ruff_cache .hypothesis
