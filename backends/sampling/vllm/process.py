@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import socket
-from asyncio.subprocess import DEVNULL, Process
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from backends.sampling.vllm.client import ReplicaClient
 from backends.sampling.vllm.launch import LaunchSettings, command, environment
 from backends.workers.subprocess import Log
 
+_GUARD = Path(__file__).with_name("guard.py")
 _PLUGIN = "hearth-vllm-cpu-lora"
 _HEALTH_EVERY_S = 1.0
 _STOP_S = 15.0
@@ -41,9 +43,11 @@ class LocalServer:
         port = _free_port()
         with log_file.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", _GUARD),
                 *command(settings, port),
                 env=environment(settings, cores),
-                stdin=DEVNULL,
+                # Closed when this process ends in whatever way, which ends the server.
+                stdin=PIPE,
                 stdout=output,
                 stderr=output,
                 # A group of its own: the engine and the workers end with it, Ctrl-C is not for it.
@@ -69,7 +73,7 @@ class LocalServer:
     async def stop(self) -> None:
         """Ask it to end, then end what is left of its group."""
         if self._process.returncode is None:
-            self._process.terminate()
+            os.killpg(self._process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _STOP_S)
         # Its children outlive it when it dies by itself.
