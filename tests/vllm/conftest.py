@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from backends.model import FrozenModel
@@ -50,6 +52,21 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, model: FrozenModel) -> li
     """Folders of different ranks and layers, more of them than a replica holds."""
     folder = tmp_path_factory.mktemp("adapters")
     return [write_adapter(model, folder / f"{i}", shape) for i, shape in enumerate(ADAPTERS)]
+
+
+@pytest.fixture(scope="session")
+def too_large(tmp_path_factory: pytest.TempPathFactory, model: FrozenModel) -> str:
+    """Of a rank that the replica was not started for."""
+    return write_adapter(model, tmp_path_factory.mktemp("large") / "adapter", "33 attn")
+
+
+@pytest.fixture(scope="session")
+def diverged(tmp_path_factory: pytest.TempPathFactory, adapters: list[str]) -> str:
+    folder = tmp_path_factory.mktemp("diverged") / "adapter"
+    shutil.copytree(adapters[0], folder)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: t.fill_(float("nan")) for name, t in load_file(file).items()}, file)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -146,6 +146,12 @@ async def in_one_step(client: ReplicaClient, calls: Sequence[Awaitable[T]]) -> l
     return await running
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """The test's own time limit ends what never comes true."""
+    while not condition():  # noqa: ASYNC110 - replicas and requests tell nobody
+        await asyncio.sleep(0.05)
+
+
 def own_logprobs(rows: Tensor, tokens: np.ndarray) -> np.ndarray:
     """Of tokens[T], by rows[T, V] where row i comes after token i."""
     return rows[:-1].gather(1, torch.from_numpy(tokens[1:])[:, None])[:, 0].numpy()

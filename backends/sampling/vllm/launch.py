@@ -36,7 +36,8 @@ class LaunchSettings:
     max_cpu_loras: int = 16
     """Adapters that stay in memory."""
     max_lora_rank: int = 32
-    max_logprobs: int = 100
+    max_logprobs: int = 101
+    """A sample's k best need k + 1."""
     kv_cache_bytes: int | None = None
     """None leaves it to vLLM, which takes most of the memory there is."""
     on_cpu: bool = True

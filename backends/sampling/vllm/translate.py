@@ -144,7 +144,8 @@ def _sampling_params(request: SampleRequest, max_new: int) -> dict[str, Any]:
         "temperature": 0.0 if is_greedy(request) else request.temperature,
         "top_k": max(request.top_k, 0),
         "top_p": min(request.top_p, 1.0),
-        "logprobs": request.topk_sample_logprobs,
+        # vLLM counts the sampled token among those it lists, even if it is none of the best.
+        "logprobs": request.topk_sample_logprobs and request.topk_sample_logprobs + 1,
         "stop_token_ids": list(request.stop_token_ids),
     }
     strings = [text for text in request.stop_strings if text]
