@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -65,9 +65,7 @@ def test_samples_of_different_seeds_never_share_vllms_seeds(seeds):
     """vLLM adds 0 to 1023 to the seed of a call, and torch takes a signed 64-bit number."""
     derived = sorted(derived_seed(seed, "samples:0") for seed in seeds)
     assert all(0 <= seed < 2**63 - 1024 for seed in derived)
-    assert all(
-        later - earlier >= 1024 for earlier, later in zip(derived, derived[1:], strict=False)
-    )
+    assert all(later - earlier >= 1024 for earlier, later in pairwise(derived))
 
 
 def test_different_purposes_have_different_seeds():

@@ -4,6 +4,7 @@ Cured here (each is wrong in the stock CPU path, and shown by tests/vllm/test_st
 - rows without an adapter got the delta of whatever adapter sits in the last slot;
 - prompt logprobs beside LoRA took the sampler's row table for rows of the prompt: wrong values for
   one request a step, a dead engine for several;
+- a request with nan in its weights left nan to later requests of everybody;
 - every row copied its whole LoRA matrix: now one product for the rows of each adapter.
 Added: `prompt_logprob_token_ids`, which vLLM computes only in its GPU model runner.
 """
@@ -23,9 +24,10 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from hearth_vllm_cpu_lora import prompt_scores
+    from hearth_vllm_cpu_lora import clean_blocks, prompt_scores
 
     platform = type(current_platform)
     platform.get_punica_wrapper = classmethod(lambda cls: _PUNICA)
+    clean_blocks.install()
     prompt_scores.install()
     _log.info("Hearth's CPU LoRA path is on")
