@@ -77,8 +77,8 @@ $(WEIGHTS): | $(INSTALLED)
 quickstart: install model ## Start a server, train a small model on it, look at the result
 	@$(BIN)/python client_examples/quickstart.py $(ARGS)
 
-test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test
-	@$(BIN)/python -m pytest $(ARGS)
+test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test that needs no vLLM
+	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
 
 test-sdks: install $(call sdk_venvs,$(SDKS)) ## Run the core of the API with older SDKs
 	@HEARTH_TEST_SDKS="$(SDKS)" $(BIN)/python -m pytest tests/e2e/test_older_sdks.py $(ARGS)

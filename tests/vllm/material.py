@@ -20,7 +20,7 @@ from backends.model import FrozenModel
 from backends.sampling.vllm.client import ReplicaClient
 from backends.sampling.vllm.engine import VllmEngine
 from backends.sampling.vllm.fleet import Fleet
-from backends.sampling.vllm.launch import LaunchSettings
+from backends.sampling.vllm.launch import LaunchSettings, core_sets
 from backends.sampling.vllm.model_facts import ModelFacts
 from backends.sampling.vllm.process import LocalServer
 from backends.sampling.vllm.replica import Replica
@@ -96,24 +96,26 @@ def settings(model: Path, **changes: Any) -> LaunchSettings:
     return LaunchSettings(**fields | changes)
 
 
-def start_server(launch: LaunchSettings, log_file: Path) -> Callable[[], Awaitable[LocalServer]]:
-    core = (os.cpu_count() or 1) - 1
-    return lambda: LocalServer.start(launch, (core,), log_file)
+def start_server(
+    launch: LaunchSettings, log_file: Path, cores: Sequence[int] = (0,)
+) -> Callable[[], Awaitable[LocalServer]]:
+    return lambda: LocalServer.start(launch, cores, log_file)
 
 
 async def started_engine(
     launch: LaunchSettings, folder: Path, *, replicas: int = 1, capacity: int = 6
 ) -> VllmEngine:
     idle = write_idle_adapter(launch.model, folder / "idle")
+    available = sorted(os.sched_getaffinity(0))
     fleet = Fleet(
         [
             Replica(
                 f"replica-{i}",
-                start_server(launch, folder / f"replica-{i}.log"),
+                start_server(launch, folder / f"replica-{i}.log", cores),
                 adapter_capacity=capacity,
                 warmup_adapter=idle,
             )
-            for i in range(replicas)
+            for i, cores in enumerate(core_sets(available, replicas))
         ],
         choose,
     )

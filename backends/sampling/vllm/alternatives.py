@@ -45,7 +45,7 @@ async def drawn_alternatives(
         body = call(request, model, request.prompt[: row + 1], params)
         async with room:
             answer = await generate(body)
-        drawn = [choice.logprobs.content[0] for choice in answer.choices]
+        drawn = [choice.positions[0] for choice in answer.choices]
         if any(score.is_nan for score in drawn):
             raise RequestFailed(DIVERGED)
         tokens[row, columns] = [score.token_id for score in drawn]

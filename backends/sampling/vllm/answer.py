@@ -28,8 +28,13 @@ class Logprobs(msgspec.Struct):
 class Choice(msgspec.Struct):
     index: int
     token_ids: list[int]
-    logprobs: Logprobs
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
+
+    @property
+    def positions(self) -> list[Position]:
+        """One for each of `token_ids`; an aborted choice may have none."""
+        return [] if self.logprobs is None else self.logprobs.content
 
 
 class CacheDetails(msgspec.Struct):

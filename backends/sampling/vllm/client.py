@@ -60,7 +60,7 @@ class ReplicaClient:
     async def generate(self, body: Body, session: str = "") -> Answer:
         """`session` is what a router in front of several replicas goes by."""
         async with self._generating(body, session) as response:
-            return ANSWER.decode(await response.read())
+            return self._answer(await response.read())
 
     async def stream(self, body: Body, session: str = "") -> AsyncGenerator[Answer]:
         """The same in events: gains of one choice each, and the usage last."""
@@ -71,7 +71,7 @@ class ReplicaClient:
                     continue
                 if line.startswith(b"data: [DONE]"):
                     return
-                event = ANSWER.decode(line[6:])
+                event = self._answer(line[6:])
                 if event.error is not None:
                     raise ReplicaLost(f"{self.url}: {event.error.message}")
                 yield event
@@ -115,6 +115,12 @@ class ReplicaClient:
         headers = {"x-session-id": session} if session else {}
         call = self._session.post(_GENERATE, data=orjson.dumps(body), headers=headers)
         return self._answered(call, lost_from=500)
+
+    def _answer(self, data: bytes) -> Answer:
+        try:
+            return ANSWER.decode(data)
+        except msgspec.DecodeError as error:
+            raise ReplicaLost(f"{self.url} answers what is no vLLM's: {error}") from error
 
     @asynccontextmanager
     async def _answered(

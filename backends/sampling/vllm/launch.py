@@ -21,6 +21,12 @@ def lora_rank_limit(rank: int) -> int:
     raise ValueError(f"vLLM takes adapters up to rank {_LORA_RANKS[-1]}, not {rank}")
 
 
+def core_sets(cores: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
+    """Which cores each replica runs on: their own as far as there are enough."""
+    size = max(1, len(cores) // replicas)
+    return [tuple(cores[(i * size + j) % len(cores)] for j in range(size)) for i in range(replicas)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
     """Of every replica that serves one base model."""

@@ -98,10 +98,12 @@ class Replica:
         adapters = ReplicaAdapters(client, self._capacity)
         try:
             await self._warm_up(client, adapters)
-        except (ReplicaLost, Refused, RequestFailed) as error:
+        except BaseException as error:
             await client.close()
             await host.stop()
-            raise BackendError(f"{self.name} cannot generate: {error}") from error
+            if isinstance(error, ReplicaLost | Refused | RequestFailed):
+                raise BackendError(f"{self.name} cannot generate: {error}") from error
+            raise
         self._host, self._client, self._adapters = host, client, adapters
         self._lost.clear()
         self._started_at = time.monotonic()

@@ -32,8 +32,7 @@ class SampleReader:
         """Take a piece; gives the positions of the sample that it has filled. Raises RequestFailed
         for weights that diverged, ReplicaLost when vLLM gave up on the sample."""
         before = len(self._tokens)
-        positions = choice.logprobs.content
-        for token, position in zip(choice.token_ids, positions, strict=True):
+        for token, position in zip(choice.token_ids, choice.positions, strict=True):
             if self._complete:
                 break
             if position.is_nan:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backends.sampling.vllm import guard
-from backends.sampling.vllm.launch import lora_rank_limit
+from backends.sampling.vllm.launch import core_sets, lora_rank_limit
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
@@ -20,6 +20,12 @@ def test_the_limit_of_ranks_is_one_that_vllm_takes(rank: int, limit: int):
 def test_a_rank_beyond_all_limits_is_refused():
     with pytest.raises(ValueError, match="512, not 513"):
         lora_rank_limit(513)
+
+
+def test_replicas_have_cores_of_their_own_as_far_as_there_are_enough():
+    assert core_sets(range(4), 2) == [(0, 1), (2, 3)]
+    assert core_sets([5, 7, 9], 2) == [(5,), (7,)]
+    assert core_sets([0, 1], 3) == [(0,), (1,), (0,)]
 
 
 def guarded(*command: str) -> subprocess.Popen[bytes]:
