@@ -51,7 +51,11 @@ class Fleet:
         ready = await self._ready()
         fresh = [replica for replica in ready if replica.name not in avoid] or ready
         session = request.cache_namespace
-        routed = RoutedRequest(adapter=request.adapter, stuck_to=self._sessions.get(session))
+        routed = RoutedRequest(
+            adapter=request.adapter,
+            session=session or request.request_id,
+            stuck_to=self._sessions.get(session),
+        )
         name = self._choose([replica.view for replica in fresh], routed)
         if session:
             self._remember(session, name)
