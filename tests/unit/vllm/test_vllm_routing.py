@@ -16,7 +16,7 @@ def view(name: str, load: int, *adapters: str) -> ReplicaView:
 
 
 def routed(adapter: str | None = None, stuck_to: str | None = None) -> RoutedRequest:
-    return RoutedRequest(adapter=adapter, stuck_to=stuck_to)
+    return RoutedRequest(adapter=adapter, session="s", stuck_to=stuck_to)
 
 
 def test_a_session_stays_where_it_is_though_others_are_idle():
@@ -54,6 +54,7 @@ views = st.builds(
     st.builds(
         RoutedRequest,
         adapter=st.none() | st.sampled_from("xyz"),
+        session=st.text(),
         stuck_to=st.none() | st.sampled_from("abcdefgh"),
     ),
 )
