@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
 import numpy as np
@@ -16,7 +16,7 @@ from backends.sampling.vllm.fleet import Fleet
 from backends.sampling.vllm.model_facts import ModelFacts
 from backends.sampling.vllm.remote import RemoteServer
 from backends.sampling.vllm.replica import Replica
-from backends.sampling.vllm.routing import choose
+from backends.sampling.vllm.routing import ReplicaView, RoutedRequest
 from backends.sampling.vllm.translate import Limits
 from tests.unit.vllm.fake_server import FakeServer, serving
 
@@ -24,6 +24,10 @@ from tests.unit.vllm.fake_server import FakeServer, serving
 class NoText:
     def decode(self, token_ids, *, skip_special_tokens, clean_up_tokenization_spaces):
         raise AssertionError("nobody asked for text")
+
+
+def _first(replicas: Sequence[ReplicaView], request: RoutedRequest) -> str:
+    return replicas[0].name
 
 
 @pytest_asyncio.fixture
@@ -39,7 +43,7 @@ async def engine(fakes: list[FakeServer]) -> AsyncIterator[VllmEngine]:
             Replica(f"replica-{i}", lambda url=url: RemoteServer.find(url), adapter_capacity=2)
             for i, url in enumerate(urls)
         ]
-        fleet = Fleet(replicas, choose)
+        fleet = Fleet(replicas, _first)
         await fleet.start()
         for fake in fakes:
             fake.log.clear()
