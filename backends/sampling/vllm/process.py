@@ -20,6 +20,8 @@ from backends.workers.subprocess import Log
 _GUARD = Path(__file__).with_name("guard.py")
 _PLUGIN = "hearth-vllm-cpu-lora"
 _HEALTH_EVERY_S = 1.0
+_START_S = 1800.0
+"""Large models are read from slow disks."""
 _STOP_S = 15.0
 
 
@@ -55,7 +57,13 @@ class LocalServer:
             )
         server = cls(process, f"http://127.0.0.1:{port}", log)
         try:
-            await server._wait_ready()
+            async with asyncio.timeout(_START_S):
+                await server._wait_ready()
+        except TimeoutError:
+            await server.stop()
+            raise BackendError(
+                f"vLLM was not ready in {_START_S:.0f} s: {log.last_words()}"
+            ) from None
         except BaseException:
             await server.stop()
             raise
