@@ -20,7 +20,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install model quickstart test test-sdks test-gpu bench bench-peer check clean
+.PHONY: help install install-vllm model quickstart test test-sdks test-vllm test-gpu bench bench-peer check clean
 
 # SDKs that users still have: the oldest is in every test run, all of them in `make test-sdks`.
 OLDEST_SDK := 0.16.1
@@ -47,6 +47,24 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[torch,client,dev]'
 	@touch $@
 
+# vLLM wants versions of its own, so it lives apart and is spoken to over HTTP.
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
+VLLM_ON_GPU := vllm==0.32.0
+VLLM_PLUGIN := backends/sampling/vllm/cpu_lora_plugin
+VLLM_PLUGIN_FILES := $(wildcard $(VLLM_PLUGIN)/*.toml $(VLLM_PLUGIN)/*/*.py)
+
+install-vllm: $(VLLM_VENV)/.installed ## Make .venv-vllm with vLLM: for the CPU, or with nvidia-smi for the GPU
+
+$(VLLM_VENV)/.installed: requirements-vllm.txt constraints.txt $(VLLM_PLUGIN_FILES)
+	@$(VLLM_VENV)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VLLM_VENV)
+	@echo "Installing vLLM (about 1 GB; on a GPU several) ..."
+	@if command -v nvidia-smi >/dev/null; then $(VLLM_PIP) install $(VLLM_ON_GPU); else \
+		$(VLLM_PIP) install -c constraints.txt torch \
+		&& $(VLLM_PIP) install --no-deps -r requirements-vllm.txt \
+		&& $(VLLM_PIP) install --no-deps --no-build-isolation --force-reinstall ./$(VLLM_PLUGIN); fi
+	@touch $@
+
 model: $(WEIGHTS) ## Make models/HuggingFaceTB/SmolLM2-135M-Instruct (once; 269 MB)
 
 # The folder appears whole, so its weights are proof of it. The order-only prerequisite keeps a
@@ -59,8 +77,8 @@ $(WEIGHTS): | $(INSTALLED)
 quickstart: install model ## Start a server, train a small model on it, look at the result
 	@$(BIN)/python client_examples/quickstart.py $(ARGS)
 
-test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test
-	@$(BIN)/python -m pytest $(ARGS)
+test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test that needs no vLLM
+	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
 
 test-sdks: install $(call sdk_venvs,$(SDKS)) ## Run the core of the API with older SDKs
 	@HEARTH_TEST_SDKS="$(SDKS)" $(BIN)/python -m pytest tests/e2e/test_older_sdks.py $(ARGS)
@@ -74,6 +92,9 @@ $(VENV)-sdk-%/.installed: | $(INSTALLED)
 	@$(BIN)/python -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install tinker==$* numpy
 	@touch $@
+
+test-vllm: install install-vllm model ## Run the tests that start real vLLM servers
+	@$(BIN)/python -m pytest tests/vllm -m vllm $(ARGS)
 
 bench: install model ## Measure the numbers of the design; ARGS=--quick for a few minutes
 	@$(BIN)/python -m tests.benchmarks.bench $(ARGS)
@@ -93,4 +114,4 @@ check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/lint-imports
 
 clean: ## Remove everything that make made
-	rm -rf $(VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out bench-out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out bench-out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy; dividing by them would only add rounding."""
+from backends.sampling.requests import GREEDY_BELOW
 
 PROMPT_STREAM = 2**64 - 1
 """The stream that draws alternatives to prompt tokens; continuations count from 0."""

@@ -22,8 +22,9 @@ from backends.lora.peft_folder import AdapterFolderError, load_adapter
 from backends.model import FrozenModel
 from backends.sampling.batch import Batch, Piece, segments_of
 from backends.sampling.choice import choose
-from backends.sampling.jobs import Job, Sample, empty_sequence, mistake
+from backends.sampling.jobs import Job, Sample
 from backends.sampling.progress import Progress
+from backends.sampling.requests import CANCELLED, DIVERGED, empty_sequence, mistake
 from backends.sampling.residency import AdapterResidency
 from backends.sampling.schedule import Schedule
 from backends.sampling.stops import Decoder
@@ -85,9 +86,9 @@ class EmbeddedEngine:
         schedule = self._schedule
         for job in [j for j in schedule.waiting if j.id == request_id]:
             schedule.waiting.remove(job)
-            self._finished.append((job.id, _CANCELLED))
+            self._finished.append((job.id, CANCELLED))
         for job in [j for j in schedule.jobs if j.id == request_id]:
-            self._fail(job, _CANCELLED)
+            self._fail(job, CANCELLED)
 
     def abort(self) -> None:
         """Forget every request and every cached prefix, unreported: for a step that broke."""
@@ -222,7 +223,7 @@ class EmbeddedEngine:
         finite = torch.stack([c.logits for c in candidates]).isfinite().all(dim=-1).tolist()
         bad = [c.sample.job for c, good in zip(candidates, finite, strict=True) if not good]
         for job in dict.fromkeys(bad):
-            self._fail(job, _DIVERGED)
+            self._fail(job, DIVERGED)
         return [c for c in candidates if c.sample.job not in bad]
 
     def _collect(self) -> None:
@@ -236,13 +237,6 @@ class EmbeddedEngine:
     def _fail(self, job: Job, failure: Failure) -> None:
         self._schedule.drop(job)
         self._finished.append((job.id, failure))
-
-
-_DIVERGED = Failure(
-    message="the model's logits are nan or infinite: these weights have diverged",
-    category="user",
-)
-_CANCELLED = Failure(message="cancelled by the client", category="user")
 
 
 def _topk(logprobs: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:

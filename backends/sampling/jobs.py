@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from backends.contract import (
-    Failure,
-    SampledSequence,
-    SampleRequest,
-    SampleResult,
-    TopkLogprobs,
-)
+from backends.contract import SampledSequence, SampleRequest, SampleResult, TopkLogprobs
 from backends.lora.adapter import Adapter
 from backends.sampling.choice import Rule, fresh_seed, stream
 from backends.sampling.kv import Row
@@ -128,51 +122,3 @@ class Sample:
             return None
         ids, logprobs = zip(*self._topk, strict=True)
         return TopkLogprobs(token_ids=np.stack(ids), logprobs=np.stack(logprobs))
-
-
-def empty_sequence(request: SampleRequest) -> SampledSequence:
-    """What a request that leaves no room for a single token gets."""
-    none = np.zeros((0, request.topk_sample_logprobs), np.float32)
-    return SampledSequence(
-        tokens=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        stop_reason="length",
-        topk=TopkLogprobs(token_ids=none.astype(np.int32), logprobs=none)
-        if request.topk_sample_logprobs
-        else None,
-    )
-
-
-def mistake(request: SampleRequest, vocab_size: int, max_context_length: int) -> Failure | None:
-    """What is wrong with a request, in one sentence, or None."""
-    length = len(request.prompt)
-    targets = request.target_prompt_tokens
-    topk = (request.topk_prompt_logprobs, request.topk_sample_logprobs)
-    if request.prompt.ndim != 1 or request.prompt.dtype != np.int64:
-        message = f"prompt is {request.prompt.dtype}{list(request.prompt.shape)}, not int64[T]"
-    elif not 1 <= length <= max_context_length:
-        message = f"prompt has {length} tokens; this model takes 1 to {max_context_length}"
-    elif not _in_range(request.prompt, 0, vocab_size):
-        message = f"prompt has a token outside 0..{vocab_size - 1}"
-    elif request.num_samples < 1:
-        message = f"num_samples is {request.num_samples}; it must be at least 1"
-    elif not (request.temperature >= 0 and np.isfinite(request.temperature)):
-        message = f"temperature is {request.temperature}; it must be finite and not negative"
-    elif min(topk) < 0 or max(topk) > vocab_size:
-        message = f"top-k logprobs are of 0 to {vocab_size} tokens, not {topk}"
-    elif targets is not None and not _fits(targets, length - 1):
-        shape = list(targets.shape)
-        message = f"target_prompt_tokens is {targets.dtype}{shape}, not int64[{length - 1}, K]"
-    elif targets is not None and not _in_range(targets, -1, vocab_size):
-        message = f"target_prompt_tokens has a token outside -1..{vocab_size - 1}"
-    else:
-        return None
-    return Failure(message=message, category="user")
-
-
-def _fits(targets: np.ndarray, length: int) -> bool:
-    return targets.ndim == 2 and targets.dtype == np.int64 and len(targets) == length
-
-
-def _in_range(tokens: np.ndarray, low: int, high: int) -> bool:
-    return bool(((tokens >= low) & (tokens < high)).all())

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from backends.contract import SampleRequest, TopkLogprobs
-from backends.sampling.choice import GREEDY_BELOW, PROMPT_STREAM, draw, stream
-
-NO_LOGPROB = -99999.0
-"""What stands in a top-k row of a position that has no distribution."""
+from backends.sampling.choice import PROMPT_STREAM, draw, stream
+from backends.sampling.requests import GREEDY_BELOW, NO_LOGPROB
 
 
 class PromptScorer:

@@ -1,0 +1,103 @@
+"""Which adapters one replica holds. Folders never change, so a folder's name is its version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from backends.contract import Failure
+from backends.sampling.vllm.client import ReplicaClient
+from backends.sampling.vllm.errors import Refused, ReplicaLost, RequestFailed
+
+BASE = "base"
+"""What a replica calls the base model."""
+_LOADED_ALREADY = "has already been loaded"
+
+
+def adapter_name(folder: str) -> str:
+    """What a replica calls the adapter; also part of what its cached prefixes are keyed by."""
+    return f"adapter-{blake2b(folder.encode(), digest_size=16).hexdigest()}"
+
+
+@dataclass(eq=False)
+class _Resident:
+    loading: asyncio.Task[None]
+    users: int = 0
+
+
+class ReplicaAdapters:
+    """Loaded when first needed, once for all who wait; the one that was not used for longest leaves
+    when there are more than `capacity`, never under a request."""
+
+    def __init__(self, client: ReplicaClient, capacity: int) -> None:
+        self._client = client
+        self._capacity = capacity
+        self._resident: OrderedDict[str, _Resident] = OrderedDict()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def folders(self) -> frozenset[str]:
+        return frozenset(self._resident)
+
+    @asynccontextmanager
+    async def hold(self, folder: str | None) -> AsyncGenerator[str]:
+        """The name to send while the block runs. Raises RequestFailed for a folder that vLLM does
+        not take, ReplicaLost."""
+        if folder is None:
+            yield BASE
+            return
+        resident = self._resident.get(folder) or self._open(folder)
+        self._resident.move_to_end(folder)
+        resident.users += 1
+        try:
+            self._make_room()
+            # One caller's cancellation must not end the loading that others wait for.
+            await asyncio.shield(resident.loading)
+            yield adapter_name(folder)
+        finally:
+            resident.users -= 1
+
+    def forget(self, folder: str) -> None:
+        """The replica turned out not to hold it."""
+        self._resident.pop(folder, None)
+
+    def _open(self, folder: str) -> _Resident:
+        resident = _Resident(asyncio.create_task(self._load(folder)))
+        self._resident[folder] = resident
+
+        def unless_loaded(loading: asyncio.Task[None]) -> None:
+            failed = loading.cancelled() or loading.exception() is not None
+            if failed and self._resident.get(folder) is resident:
+                del self._resident[folder]
+
+        resident.loading.add_done_callback(unless_loaded)
+        return resident
+
+    async def _load(self, folder: str) -> None:
+        if folder in self._leaving:
+            await asyncio.wait([self._leaving[folder]])
+        try:
+            await self._client.load_adapter(adapter_name(folder), folder)
+        except Refused as refused:
+            if _LOADED_ALREADY in refused.message:
+                return
+            message = f"the adapter {folder} cannot be loaded: {refused.message}"
+            raise RequestFailed(Failure(message=message, category="server")) from refused
+
+    def _make_room(self) -> None:
+        surplus = len(self._resident) - self._capacity
+        idle = [f for f, r in self._resident.items() if not r.users and r.loading.done()]
+        for folder in idle[: max(0, surplus)]:
+            del self._resident[folder]
+            task = asyncio.create_task(self._unload(folder))
+            self._leaving[folder] = task
+            task.add_done_callback(lambda _, folder=folder: self._leaving.pop(folder))
+
+    async def _unload(self, folder: str) -> None:
+        # A replica that is gone, or has forgotten it, does not hold it either.
+        with suppress(Refused, ReplicaLost):
+            await self._client.unload_adapter(adapter_name(folder))

@@ -1,0 +1,152 @@
+"""A `SamplingEngine` over vLLM replicas. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from backends.contract import BackendError, Failure, SampleDelta, SampleRequest, SampleResult
+from backends.sampling.requests import CANCELLED
+from backends.sampling.vllm import translate
+from backends.sampling.vllm.attempt import Attempt, OnDelta
+from backends.sampling.vllm.delivered import Delivered
+from backends.sampling.vllm.errors import Refused, ReplicaLost, RequestFailed
+from backends.sampling.vllm.fleet import Fleet
+from backends.sampling.vllm.model_facts import ModelFacts
+from backends.sampling.vllm.replica import Replica
+from backends.sampling.vllm.translate import Limits
+from backends.workers.backlog import Backlog
+
+Outcome = SampleResult | Failure
+
+_ATTEMPTS = 2
+"""A request that a replica takes down with it is tried once elsewhere, no more."""
+
+
+class VllmEngine:
+    """Requests of any adapters at once, each on one replica with all of its samples."""
+
+    def __init__(self, fleet: Fleet, facts: ModelFacts, limits: Limits) -> None:
+        self.fleet = fleet
+        self._facts = facts
+        self._limits = limits
+        self._running: dict[str, asyncio.Task[Outcome]] = {}
+
+    async def sample(self, request: SampleRequest) -> Outcome:
+        """A caller that is cancelled cancels the request. Raises BackendError when two replicas
+        in a row were lost with it."""
+        task = self._begin(request, None)
+        try:
+            await asyncio.wait([task])
+        finally:
+            await _end(task)
+        return _outcome(task)
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleDelta | Outcome]:
+        backlog = Backlog()
+        task = self._begin(request, lambda delta: backlog.add([delta]))
+        task.add_done_callback(lambda _: backlog.wake())
+        try:
+            over = False
+            while not over:
+                await backlog.wait()
+                over = task.done()
+                for delta in backlog.take():
+                    yield delta
+            yield _outcome(task)
+        finally:
+            await _end(task)
+
+    async def cancel(self, request_id: str) -> None:
+        task = self._running.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    def _begin(self, request: SampleRequest, on_delta: OnDelta | None) -> asyncio.Task[Outcome]:
+        task = asyncio.create_task(self._run(request, on_delta))
+        self._running[request.request_id] = task
+
+        def forget(done: asyncio.Task[Outcome]) -> None:
+            if self._running.get(request.request_id) is done:
+                del self._running[request.request_id]
+
+        task.add_done_callback(forget)
+        return task
+
+    async def _run(self, request: SampleRequest, on_delta: OnDelta | None) -> Outcome:
+        try:
+            translate.check(request, self._facts)
+            return await self._attempts(request, on_delta)
+        except RequestFailed as failed:
+            return failed.failure
+        except Refused as refused:
+            return refused.failure()
+
+    async def _attempts(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
+        """What needs the same numbers more than once gets a seed, if it brought none: a stream may
+        have to be repeated, alternatives are drawn in many calls."""
+        seed = request.seed
+        if seed is None and (on_delta is not None or translate.draws_alternatives(request)):
+            seed = secrets.randbits(64)
+        delivered = None if on_delta is None else Delivered(on_delta)
+        lost: dict[str, str] = {}
+        for _ in range(_ATTEMPTS):
+            replica = await self.fleet.pick(request, lost.keys())
+            if delivered is not None:
+                delivered.again()
+            try:
+                return await self._on(replica, request, seed, delivered)
+            except ReplicaLost as error:
+                lost[replica.name] = str(error)
+                await replica.report_lost()
+        raise BackendError(f"request {request.request_id} was lost twice: {list(lost.values())}")
+
+    async def _on(
+        self,
+        replica: Replica,
+        request: SampleRequest,
+        seed: int | None,
+        delivered: Delivered | None,
+    ) -> SampleResult:
+        """On this replica; an adapter that it turns out not to hold is loaded again, once."""
+        with replica.loaded(request.num_samples):
+            try:
+                return await self._held(replica, request, seed, delivered)
+            except Refused as refused:
+                if refused.status != 404 or request.adapter is None:
+                    raise
+            replica.adapters.forget(request.adapter)
+            return await self._held(replica, request, seed, delivered)
+
+    async def _held(
+        self,
+        replica: Replica,
+        request: SampleRequest,
+        seed: int | None,
+        delivered: Delivered | None,
+    ) -> SampleResult:
+        async with replica.adapters.hold(request.adapter) as model:
+            attempt = Attempt(
+                request=request,
+                facts=self._facts,
+                limits=self._limits,
+                seed=seed,
+                client=replica.client,
+                model=model,
+                on_delta=None if delivered is None else delivered.add,
+            )
+            return await attempt.run()
+
+
+async def _end(task: asyncio.Task[Outcome]) -> None:
+    """Whoever asked has left: stop generating."""
+    if not task.done():
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _outcome(task: asyncio.Task[Outcome]) -> Outcome:
+    return CANCELLED if task.cancelled() else task.result()

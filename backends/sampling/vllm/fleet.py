@@ -1,0 +1,78 @@
+"""The replicas of one base model: which of them a request goes to, and waiting for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from backends.contract import BackendError, SampleRequest
+from backends.sampling.vllm.replica import Replica
+from backends.sampling.vllm.routing import Choose, RoutedRequest
+
+_MAX_SESSIONS = 100_000
+"""Sessions whose replica is remembered."""
+
+
+class Fleet:
+    def __init__(self, replicas: Sequence[Replica], choose: Choose) -> None:
+        self.replicas = tuple(replicas)
+        self._choose = choose
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        """By session, the replica it has used last."""
+        self._changed = asyncio.Event()
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Returns when every replica is ready. Raises BackendError when one cannot be had."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for replica in self.replicas:
+                    group.create_task(replica.start())
+        except ExceptionGroup as errors:
+            await self.stop()
+            raise BackendError(str(errors.exceptions[0])) from errors
+        for replica in self.replicas:
+            supervisor = asyncio.create_task(replica.supervise(self._changed.set))
+            self._supervisors.append(supervisor)
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._changed.set()
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await asyncio.gather(*(replica.stop() for replica in self.replicas))
+
+    async def pick(self, request: SampleRequest, avoid: Collection[str]) -> Replica:
+        """The replica for a request; waits while none is ready. Those in `avoid` have lost it
+        before and are taken only when nothing else is left. Raises BackendError when stopped."""
+        ready = await self._ready()
+        fresh = [replica for replica in ready if replica.name not in avoid] or ready
+        session = request.cache_namespace
+        routed = RoutedRequest(
+            adapter=request.adapter,
+            session=session or request.request_id,
+            stuck_to=self._sessions.get(session),
+        )
+        name = self._choose([replica.view for replica in fresh], routed)
+        if session:
+            self._remember(session, name)
+        return next(replica for replica in fresh if replica.name == name)
+
+    async def _ready(self) -> list[Replica]:
+        while True:
+            if self._stopped:
+                raise BackendError("the sampling replicas were stopped")
+            ready = [replica for replica in self.replicas if replica.ready]
+            if ready:
+                return ready
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _remember(self, session: str, name: str) -> None:
+        self._sessions[session] = name
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)

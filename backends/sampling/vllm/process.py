@@ -1,0 +1,119 @@
+"""A vLLM server of ours: a process with children, started and ended as one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from backends.contract import BackendError
+from backends.sampling.vllm.client import ReplicaClient
+from backends.sampling.vllm.launch import LaunchSettings, command, environment
+from backends.workers.subprocess import Log
+
+_GUARD = Path(__file__).with_name("guard.py")
+_PLUGIN = "hearth-vllm-cpu-lora"
+_HEALTH_EVERY_S = 1.0
+_START_S = 1800.0
+"""Large models are read from slow disks."""
+_STOP_S = 15.0
+
+
+class LocalServer:
+    """A `Host`. Started once; a replica that comes back is another of these."""
+
+    def __init__(self, process: Process, url: str, log: Log) -> None:
+        self.url = url
+        self._process = process
+        self._log = log
+
+    @classmethod
+    async def start(
+        cls, settings: LaunchSettings, cores: Sequence[int], log_file: Path
+    ) -> LocalServer:
+        """Returns when it answers. Raises BackendError with its last words. `log_file` is appended
+        to."""
+        if settings.on_cpu:
+            await _require_plugin(settings.python)
+        log = Log(log_file)
+        port = _free_port()
+        with log_file.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", _GUARD),
+                *command(settings, port),
+                env=environment(settings, cores),
+                # Closed when this process ends in whatever way, which ends the server.
+                stdin=PIPE,
+                stdout=output,
+                stderr=output,
+                # A group of its own: the engine and the workers end with it, Ctrl-C is not for it.
+                process_group=0,
+            )
+        server = cls(process, f"http://127.0.0.1:{port}", log)
+        try:
+            async with asyncio.timeout(_START_S):
+                await server._wait_ready()
+        except TimeoutError:
+            await server.stop()
+            raise BackendError(
+                f"vLLM was not ready in {_START_S:.0f} s: {log.last_words()}"
+            ) from None
+        except BaseException:
+            await server.stop()
+            raise
+        return server
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait_gone(self) -> str:
+        """Returns why, when the server has ended by itself."""
+        code = await self._process.wait()
+        return f"vLLM ended with code {code}: {self._log.last_words()}"
+
+    async def stop(self) -> None:
+        """Ask it to end, then end what is left of its group."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _STOP_S)
+        # Its children outlive it when it dies by itself.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+    async def _wait_ready(self) -> None:
+        client = ReplicaClient(self.url)
+        gone = asyncio.create_task(self.wait_gone())
+        try:
+            while not await client.healthy():
+                await asyncio.wait([gone], timeout=_HEALTH_EVERY_S)
+                if gone.done():
+                    raise BackendError(gone.result())
+        finally:
+            gone.cancel()
+            await client.close()
+
+
+async def _require_plugin(python: Path) -> None:
+    """Without it vLLM mixes adapters up on a CPU."""
+    question = f"from importlib.metadata import version; version({_PLUGIN!r})"
+    try:
+        asked = await asyncio.create_subprocess_exec(python, "-c", question, stderr=DEVNULL)
+    except OSError as error:
+        raise BackendError(f"{python} cannot be run: {error}; make install-vllm") from error
+    if await asked.wait() != 0:
+        raise BackendError(f"{python} has no {_PLUGIN}: make install-vllm")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,163 @@
+"""One replica of the fleet: found or started, warmed up, watched, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from backends.contract import BackendError
+from backends.sampling.vllm.adapters import BASE, ReplicaAdapters
+from backends.sampling.vllm.client import ReplicaClient
+from backends.sampling.vllm.errors import Refused, ReplicaLost, RequestFailed
+from backends.sampling.vllm.routing import ReplicaView
+
+log = structlog.get_logger()
+
+_FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 30.0
+_LONG_LIFE_S = 60.0
+"""A replica that lived for so long starts again without a growing pause."""
+
+
+class Host(Protocol):
+    """A vLLM server."""
+
+    url: str
+
+    async def wait_gone(self) -> str:
+        """Returns why, when it serves no more."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class Replica:
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Awaitable[Host]],
+        *,
+        adapter_capacity: int,
+        warmup_adapter: Path | None = None,
+    ) -> None:
+        """`warmup_adapter` is a PEFT folder: the first request with an adapter is slow."""
+        self.name = name
+        self.load = 0
+        """Samples sent to it and not finished."""
+        self.generation = 0
+        self._start = start
+        self._capacity = adapter_capacity
+        self._warmup_adapter = warmup_adapter
+        self._host: Host | None = None
+        self._client: ReplicaClient | None = None
+        self._adapters: ReplicaAdapters | None = None
+        self._lost = asyncio.Event()
+        self._started_at = 0.0
+
+    @property
+    def ready(self) -> bool:
+        return self._client is not None
+
+    @property
+    def client(self) -> ReplicaClient:
+        """Raises ReplicaLost while there is none."""
+        if self._client is None:
+            raise ReplicaLost(f"{self.name} is starting")
+        return self._client
+
+    @property
+    def adapters(self) -> ReplicaAdapters:
+        """Raises ReplicaLost while there are none."""
+        if self._adapters is None:
+            raise ReplicaLost(f"{self.name} is starting")
+        return self._adapters
+
+    @property
+    def view(self) -> ReplicaView:
+        folders = frozenset() if self._adapters is None else self._adapters.folders
+        return ReplicaView(name=self.name, load=self.load, adapters=folders)
+
+    @contextmanager
+    def loaded(self, samples: int) -> Generator[None]:
+        self.load += samples
+        try:
+            yield
+        finally:
+            self.load -= samples
+
+    async def start(self) -> None:
+        """Raises BackendError when it cannot be had: then the settings are wrong."""
+        host = await self._start()
+        client = ReplicaClient(host.url)
+        adapters = ReplicaAdapters(client, self._capacity)
+        try:
+            await self._warm_up(client, adapters)
+        except BaseException as error:
+            await client.close()
+            await host.stop()
+            if isinstance(error, ReplicaLost | Refused | RequestFailed):
+                raise BackendError(f"{self.name} cannot generate: {error}") from error
+            raise
+        self._host, self._client, self._adapters = host, client, adapters
+        self._lost.clear()
+        self._started_at = time.monotonic()
+        self.generation += 1
+
+    async def supervise(self, changed: Callable[[], None]) -> None:
+        """Start it again whenever it is gone, with growing pauses, for ever. `changed` is called
+        when it has become ready."""
+        delay_s = _FIRST_DELAY_S
+        while True:
+            reason = await self._wait_lost()
+            log.warning("replica_lost", replica=self.name, reason=reason)
+            if time.monotonic() - self._started_at > _LONG_LIFE_S:
+                delay_s = _FIRST_DELAY_S
+            await self.stop()
+            while not self.ready:
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+                try:
+                    await self.start()
+                except BackendError as error:
+                    log.warning("replica_not_started", replica=self.name, reason=str(error))
+            changed()
+
+    async def report_lost(self) -> None:
+        """A request found it gone. What is still healthy is left alone."""
+        if self._client is not None and not await self._client.healthy():
+            self._lost.set()
+
+    async def stop(self) -> None:
+        host, client = self._host, self._client
+        self._host = self._client = self._adapters = None
+        if client is not None:
+            await client.close()
+        if host is not None:
+            await host.stop()
+
+    async def _wait_lost(self) -> str:
+        assert self._host is not None
+        gone = asyncio.create_task(self._host.wait_gone())
+        reported = asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait([gone, reported], return_when=asyncio.FIRST_COMPLETED)
+            return gone.result() if gone.done() else "it does not answer"
+        finally:
+            for task in (gone, reported):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def _warm_up(self, client: ReplicaClient, adapters: ReplicaAdapters) -> None:
+        """The first requests are slow by seconds; whoever waits for readiness pays for them."""
+        folder = None if self._warmup_adapter is None else str(self._warmup_adapter)
+        params = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
+        await client.generate({"model": BASE, "token_ids": [0], "sampling_params": params})
+        async with adapters.hold(folder) as model:
+            await client.generate({"model": model, "token_ids": [0], "sampling_params": params})

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backends.sampling.vllm import guard
+from backends.sampling.vllm.launch import core_sets, lora_rank_limit
+
+
+@pytest.mark.parametrize(("rank", "limit"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
+def test_the_limit_of_ranks_is_one_that_vllm_takes(rank: int, limit: int):
+    assert lora_rank_limit(rank) == limit
+
+
+def test_a_rank_beyond_all_limits_is_refused():
+    with pytest.raises(ValueError, match="512, not 513"):
+        lora_rank_limit(513)
+
+
+def test_replicas_have_cores_of_their_own_as_far_as_there_are_enough():
+    assert core_sets(range(4), 2) == [(0, 1), (2, 3)]
+    assert core_sets([5, 7, 9], 2) == [(5,), (7,)]
+    assert core_sets([0, 1], 3) == [(0,), (1,), (0,)]
+
+
+def guarded(*command: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-I", str(Path(guard.__file__)), *command]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+
+
+def test_a_server_ends_when_whoever_started_it_is_gone():
+    process = guarded(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
+    with process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"up\n"
+        process.stdin.close()
+        # Its output is closed when the last of the group is gone.
+        assert process.stdout.read() == b""
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_a_servers_end_and_its_signals_are_passed_on():
+    with guarded(sys.executable, "-c", "raise SystemExit(7)") as process:
+        assert process.wait() == 7
+    with guarded(sys.executable, "-c", "print(flush=True); input()") as process:
+        assert process.wait() == 1  # its own standard input is empty
+    script = "import time; print(flush=True); time.sleep(600)"
+    with guarded(sys.executable, "-c", script) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait() == 128 + signal.SIGTERM
