@@ -51,6 +51,8 @@ class ModelInfo:
     """Which of `attn`, `mlp`, `unembed` this architecture can adapt."""
     eos_token_ids: tuple[int, ...]
     losses: dict[str, LossSignature]
+    max_lora_rank: int | None = None
+    """The largest rank that whatever samples can take, where it has a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,8 @@ class SampleRequest:
     max_tokens: int
     adapter: str | None = None
     """A folder in PEFT format that nobody changes any more, or None for the base model."""
+    session: str = ""
+    """Whose requests had better be served in one place: they share prompts, and an adapter."""
     cache_namespace: str = ""
     """Prefixes are shared only between requests of one adapter and one namespace."""
     temperature: float = 1.0
@@ -344,6 +348,61 @@ class SamplingEngine(Protocol):
 
     async def cancel(self, request_id: str) -> None:
         """Stop generating for a request; its `sample` call returns a Failure soon after."""
+        ...
+
+
+PauseMode = Literal["wait", "keep", "abort"]
+"""What becomes of what is being generated: finished first, frozen until `resume`, or ended."""
+
+ReplicaState = Literal["starting", "ready", "paused", "draining", "lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """One server of a sampling fleet, as its operators see it."""
+
+    name: str
+    url: str | None
+    """None while there is no server."""
+    state: ReplicaState
+    load: int
+    """Samples sent to it and not finished."""
+    adapters: tuple[str, ...]
+    """Folders that it holds."""
+    generation: int
+    """How often it has become ready: every start but the first is a restart."""
+    requests: int
+    """All that were sent to it."""
+    lost_requests: int
+    """Those that it took down with it."""
+    version: str | None
+    """Of the server's software."""
+
+
+class SamplingFleet(SamplingEngine, Protocol):
+    """An engine of several servers. Calls on one replica raise KeyError for a name that none has,
+    and BackendError when it cannot do what is asked."""
+
+    async def start(self) -> None:
+        """Returns when every replica is ready. Raises BackendError when one cannot be had."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    def replicas(self) -> list[ReplicaStatus]: ...
+
+    async def pause(self, replica: str, mode: PauseMode) -> None:
+        """Send it nothing new. What is ended is asked again, elsewhere or after `resume`."""
+        ...
+
+    async def drain(self, replica: str) -> None:
+        """Send it nothing new, have it finish what it has, and leave it idle until `resume`."""
+        ...
+
+    async def resume(self, replica: str) -> None: ...
+
+    def held_up(self, request_id: str) -> str | None:
+        """Why nothing can be generated for a request, be it here or yet to come."""
         ...
 
 

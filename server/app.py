@@ -8,7 +8,7 @@ import ipaddress
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,16 @@ import structlog
 from alembic.util import CommandError
 from fastapi import FastAPI
 
-from backends.contract import BackendError, MemoryReport, ModelInfo, SamplingEngine
-from backends.workers.subprocess import SubprocessBackend
+from backends.contract import (
+    BackendError,
+    MemoryReport,
+    ModelInfo,
+    SamplingEngine,
+    SamplingFleet,
+)
+from backends.sampling.vllm.assemble import assemble
+from backends.sampling.vllm.launch import LaunchSettings
+from backends.workers.subprocess import SAMPLES_AT_ONCE, SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
 from server.api import (
     archives,
@@ -40,7 +48,7 @@ from server.api import (
     usage,
     weights,
 )
-from server.api.rooms import Rooms
+from server.api.rooms import Progress, Rooms
 from server.audit.service import Audit
 from server.catalogue import Catalogue, ServedModel
 from server.checkpoints import queries as checkpoint_queries
@@ -57,11 +65,13 @@ from server.losses.service import Check, CustomLosses
 from server.oai.bills import Bills
 from server.oai.models import Models
 from server.oai.service import OpenAI
+from server.replicas import Replicas
 from server.runs import queries as run_queries
 from server.runs.service import Runs
 from server.samplers import queries as sampler_queries
+from server.samplers.gate import Gate
 from server.samplers.service import Samplers
-from server.settings import Settings
+from server.settings import Settings, has_gpu
 from server.store.database import AsyncSession, Database, sqlite_url
 from server.store.ledger import Ledger
 from server.store.migrate import migrate
@@ -110,8 +120,10 @@ class Service:
         settings: Settings,
         clock: Callable[[], float] = time.time,
         backends: Mapping[str, Backend] | None = None,
+        fleets: Mapping[str, SamplingFleet] | None = None,
     ) -> None:
-        """`backends` stand in for the workers that the settings would start."""
+        """`backends` stand in for the workers that the settings would start, `fleets` for the vLLM
+        replicas."""
         self._settings = settings
         self._db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))
         self._catalogue = Catalogue()
@@ -119,6 +131,9 @@ class Service:
             name: SupervisedBackend(_worker(settings, name, path))
             for name, path in settings.models.items()
         }
+        self._fleets: dict[str, SamplingFleet] = dict(fleets or {})
+        self._engines: dict[str, SamplingEngine] = {**self._backends, **self._fleets}
+        self._gates = _gates(settings, self._backends)
         self._dispatchers: dict[str, Dispatcher] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._housekeeping: asyncio.Task[None] | None = None
@@ -126,8 +141,8 @@ class Service:
         self._clock = clock
 
     async def start(self) -> None:
-        """Raises BackendError when a model cannot be loaded, CommandError when the data is of a
-        newer Hearth."""
+        """Raises BackendError when a model cannot be loaded or sampled, CommandError when the data
+        is of a newer Hearth."""
         await migrate(self._db.engine)
         self._db.start()
         await self.rooms.keys.start()
@@ -136,15 +151,10 @@ class Service:
                 f"host is {self._settings.host}, which others can reach, and nobody would be "
                 "asked for a key: make one first with `hearth keys create NAME`"
             )
-        for name, backend in self._backends.items():
-            info = await backend.describe()
-            info = _limited(info, self._settings.max_context_length)
-            self._catalogue.add(
-                ServedModel(
-                    name=name, tokenizer_id=tokenizer_id(self._settings.models[name]), info=info
-                )
-            )
-            log.info("model_ready", model=name, parameters=info.num_parameters, dtype=info.dtype)
+        if self._settings.engine_urls and len(self._backends) != 1:
+            raise StartRefused("engine_urls are those of one base model: serve just one")
+        for name in self._backends:
+            await self._start_model(name)
         await self._remove_orphans()
         unfinished = await self.rooms.ledger.start()
         await self.rooms.runs.resume(unfinished)
@@ -153,6 +163,18 @@ class Service:
             self._tasks.append(asyncio.create_task(dispatcher.run()))
         housekeeping = Housekeeping(self.rooms)
         self._housekeeping = asyncio.create_task(housekeeping.run())
+
+    async def _start_model(self, name: str) -> None:
+        info = _limited(await self._backends[name].describe(), self._settings)
+        if self._settings.engine == "vllm":
+            names = _replica_names(self._settings, list(self._backends).index(name))
+            if name not in self._fleets:
+                self._fleets[name] = _vllm(self._settings, name, info, names)
+            self._engines[name] = self._fleets[name]
+            await self._fleets[name].start()
+        path = self._settings.models[name]
+        self._catalogue.add(ServedModel(name=name, tokenizer_id=tokenizer_id(path), info=info))
+        log.info("model_ready", model=name, parameters=info.num_parameters, dtype=info.dtype)
 
     async def stop(self) -> None:
         """Take no new work, finish what runs, put every run's state on disk."""
@@ -168,6 +190,7 @@ class Service:
         await self.rooms.samplers.drain()
         await self.rooms.oai.stop()
         await self.rooms.traces.stop()
+        await asyncio.gather(*(fleet.stop() for fleet in self._fleets.values()))
         for backend in self._backends.values():
             await backend.stop(grace_s=5.0)
         for task in self._tasks:
@@ -195,7 +218,6 @@ class Service:
             wake=lambda model: self._dispatchers[model].wake(),
             refuse_stable_reinforce=settings.stable_reinforce == "refuse",
         )
-        weights = {TenantId(name): weight for name, weight in settings.tenant_weights.items()}
         for name, backend in self._backends.items():
             self._dispatchers[name] = Dispatcher(
                 base_model=name,
@@ -208,7 +230,7 @@ class Service:
                     gap_wait_s=settings.gap_wait_s,
                     snapshot_after_s=settings.snapshot_after_s,
                     run_memory_bytes=settings.run_memory_bytes // len(self._backends),
-                    tenant_weights=weights,
+                    tenant_weights=_tenant_weights(settings),
                 ),
                 clock=clock,
             )
@@ -231,6 +253,9 @@ class Service:
             traces=Traces(self._db, data / "traces", secret, clock),
             free=self._free,
             memory=self._memory,
+            replicas=Replicas(self._fleets, ledger.wake_all),
+            hold=self._hold,
+            progress=self._progress,
             operator_token=secrets.token_urlsafe(),
         )
 
@@ -248,7 +273,8 @@ class Service:
             checkpoints=checkpoints_room,
             catalogue=self._catalogue,
             runs=runs.registry,
-            engines=self._backends,
+            engines=self._engines,
+            gates=self._gates,
             max_waiting=self._settings.max_waiting_samples,
             clock=clock,
         )
@@ -262,7 +288,6 @@ class Service:
         return OpenAI(
             models=Models(self._catalogue, checkpoints_room, self._settings.models),
             samplers=samplers,
-            engines=self._backends,
             bills=Bills(self._db, clock),
             clock=clock,
         )
@@ -274,6 +299,19 @@ class Service:
 
     async def _memory(self) -> Mapping[str, MemoryReport]:
         return {name: await backend.memory() for name, backend in self._backends.items()}
+
+    def _hold(self, on: bool) -> None:
+        for one in (*self._dispatchers.values(), *self._gates.values()):
+            if on:
+                one.hold()
+            else:
+                one.let_go()
+
+    def _progress(self) -> Mapping[str, Progress]:
+        return {
+            name: Progress(ticks=dispatcher.ticks, tokens=dispatcher.tokens)
+            for name, dispatcher in self._dispatchers.items()
+        }
 
     async def _remove_orphans(self) -> None:
         """Folders that a crash left before any row named them."""
@@ -340,10 +378,50 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _limited(info: ModelInfo, most: int | None) -> ModelInfo:
-    if most is None or most >= info.max_context_length:
-        return info
-    return replace(info, max_context_length=most)
+def _tenant_weights(settings: Settings) -> Mapping[TenantId, float]:
+    return {TenantId(name): weight for name, weight in settings.tenant_weights.items()}
+
+
+def _gates(settings: Settings, models: Iterable[str]) -> Mapping[str, Gate]:
+    at_once = SAMPLES_AT_ONCE
+    if settings.engine == "vllm":
+        at_once = settings.engine_max_num_seqs * _num_replicas(settings)
+    room = settings.max_running_samples or 2 * at_once
+    return {name: Gate(room, _tenant_weights(settings)) for name in models}
+
+
+def _limited(info: ModelInfo, settings: Settings) -> ModelInfo:
+    longest = min(settings.max_context_length or info.max_context_length, info.max_context_length)
+    rank = settings.engine_max_lora_rank if settings.engine == "vllm" else None
+    return replace(info, max_context_length=longest, max_lora_rank=rank)
+
+
+def _num_replicas(settings: Settings) -> int:
+    return len(settings.engine_urls) or settings.engine_replicas
+
+
+def _replica_names(settings: Settings, model: int) -> list[str]:
+    """Of the base model with this number; no other has any of them."""
+    count = _num_replicas(settings)
+    return [f"replica-{model * count + i}" for i in range(count)]
+
+
+def _vllm(settings: Settings, name: str, info: ModelInfo, replicas: Sequence[str]) -> SamplingFleet:
+    launch = LaunchSettings(
+        model=settings.models[name],
+        python=settings.engine_python,
+        max_model_len=info.max_context_length,
+        dtype=settings.dtype,
+        max_num_seqs=settings.engine_max_num_seqs,
+        max_loras=settings.engine_max_loras,
+        max_cpu_loras=max(settings.engine_max_cpu_loras, settings.engine_max_loras),
+        max_lora_rank=settings.engine_max_lora_rank,
+        kv_cache_bytes=settings.engine_kv_cache_bytes,
+        on_cpu=not has_gpu(),
+    )
+    return assemble(
+        launch, names=replicas, urls=settings.engine_urls, folder=settings.data / "logs"
+    )
 
 
 def _worker(

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server import serving
+from server import operate, serving
 from server.doctor import print_report
 from server.settings import Settings
 from server.store.database import Database, sqlite_url
@@ -24,6 +24,8 @@ from server.tenancy.keys import Keys
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
 app.add_typer(keys_app, name="keys")
+app.add_typer(operate.replicas, name="replicas")
+app.command()(operate.maintenance)
 
 Models = Annotated[
     list[str],
@@ -45,9 +47,24 @@ def serve(
     data: Data = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What samples: embedded or vllm.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="vLLM servers of each base model.")] = None,
+    engine_url: Annotated[
+        list[str], typer.Option(help="A vLLM that runs already; repeat it for several.")
+    ] = [],  # noqa: B006
 ) -> None:
     """Serve base models to Tinker clients until Ctrl-C."""
-    settings = _settings(model, host=host, port=port, data=data, dtype=dtype, threads=threads)
+    settings = _settings(
+        model,
+        host=host,
+        port=port,
+        data=data,
+        dtype=dtype,
+        threads=threads,
+        engine="vllm" if engine_url and engine is None else engine,
+        engine_replicas=replicas,
+        engine_urls=tuple(engine_url) or None,
+    )
     if not settings.models:
         raise typer.BadParameter(
             "no base model: pass --model NAME=PATH, or set models in hearth.toml"

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import make_url
 
+from server import operate
 from server.live import LiveServer
 from server.settings import TOML_FILE, Settings
 
@@ -22,7 +24,6 @@ FEATURES = {
     "embedded training and sampling": ("torch", "transformers", "peft", "safetensors"),
     "the quickstart and the examples": ("tinker", "matplotlib", "gguf"),
     "PostgreSQL": ("psycopg",),
-    "vLLM engines": ("vllm",),
     "Ray workers": ("ray",),
     "Megatron trainers": ("megatron",),
 }
@@ -34,10 +35,14 @@ def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
     console.print(_versions())
     console.print(_machine(settings))
     console.print(_settings(settings, flags))
-    console.print(_features())
+    console.print(_features(settings.engine_python))
     live = LiveServer.find(settings.data)
     for name, memory in ((live and live.get("memory")) or {}).items():
         console.print(_memory(name, memory))
+    if rows := live and live.get("replicas"):
+        console.print(operate.table(rows))
+    if ((live and live.get("maintenance")) or {}).get("on"):
+        console.print("The server is in maintenance: `hearth maintenance off` ends it.")
 
 
 def sources(settings: Settings, flags: Mapping[str, Any]) -> dict[str, str]:
@@ -91,11 +96,13 @@ def _settings(settings: Settings, flags: Mapping[str, Any]) -> Table:
     return table
 
 
-def _features() -> Table:
+def _features(engine_python: Path) -> Table:
     table = Table("feature", "missing", title="Features")
     for feature, packages in FEATURES.items():
         missing = [name for name in packages if importlib.util.find_spec(name) is None]
         table.add_row(feature, ", ".join(missing) or "nothing")
+    has_vllm = any(engine_python.parent.parent.glob("lib/python*/site-packages/vllm"))
+    table.add_row("vLLM engines", "nothing" if has_vllm else "vllm (make install-vllm)")
     return table
 
 

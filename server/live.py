@@ -17,6 +17,8 @@ from urllib.error import HTTPError, URLError
 
 _FILE = "live.json"
 _TIMEOUT_S = 10.0
+_CONTROL_S = 150.0
+"""An engine takes a while to stop what it does."""
 # The server is on this machine or this network: a proxy of the user's is not on the way.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -43,11 +45,20 @@ class LiveServer:
     def get(self, path: str) -> Any:
         """What `/operator/<path>` says, or None when that server is not there any more. Raises
         HTTPError for what a server that is there cannot answer."""
+        return self._ask("GET", path, _TIMEOUT_S)
+
+    def post(self, path: str) -> Any:
+        """Have something done. Answers and raises like `get`."""
+        return self._ask("POST", path, _CONTROL_S)
+
+    def _ask(self, method: str, path: str, timeout_s: float) -> Any:
         request = urllib.request.Request(
-            f"{self.address}/operator/{path}", headers={"authorization": f"Bearer {self.token}"}
+            f"{self.address}/operator/{path}",
+            headers={"authorization": f"Bearer {self.token}"},
+            method=method,
         )
         try:
-            with _OPENER.open(request, timeout=_TIMEOUT_S) as answer:
+            with _OPENER.open(request, timeout=timeout_s) as answer:
                 return json.load(answer)
         except HTTPError as error:
             if error.code == HTTPStatus.UNAUTHORIZED:  # another server has the port now

@@ -6,6 +6,8 @@ Nothing else in the service reads the environment.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -64,6 +66,38 @@ class Settings(BaseSettings):
     """Keep only the inputs of layers for backward and compute the layers again: much less memory,
     about a third more time. `auto` does so when a microbatch would not fit otherwise."""
 
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """What samples: the trainer's own copy of the weights, or vLLM servers beside it."""
+
+    engine_replicas: int = Field(default=1, ge=1, le=64)
+    """vLLM servers that are started for each base model."""
+
+    engine_urls: tuple[str, ...] = ()
+    """vLLM servers of the one base model, started by somebody else, who must let them read the
+    data folder. They are used instead of own ones (see backends/README.md)."""
+
+    engine_python: Path = Field(default_factory=lambda: _vllm_python())
+    """Python of the environment that vLLM is installed in; by default that of `.venv-vllm` in the
+    working directory, where there is one, else the one that runs this."""
+
+    engine_max_num_seqs: int = Field(default_factory=lambda: 256 if has_gpu() else 32, ge=1)
+    """Sequences that one vLLM generates at once; by default 256 on a GPU and 32 on a CPU."""
+
+    engine_max_loras: int = Field(default=4, ge=1)
+    """Adapters that one vLLM has in a batch at once."""
+
+    engine_max_cpu_loras: int = Field(default=16, ge=1)
+    """Adapters that one vLLM keeps in memory; others are loaded when they are asked for."""
+
+    engine_max_lora_rank: int = Field(default=64, ge=1, le=512)
+    """Largest rank that vLLM can take: memory is set aside for it. Larger runs are refused."""
+
+    engine_kv_cache_bytes: int | None = Field(
+        default_factory=lambda: None if has_gpu() else 2**30, ge=2**20
+    )
+    """Memory for keys and values of each vLLM. By default 1 GiB on a CPU, and on a GPU what vLLM
+    itself takes, which is most of it."""
+
     tick_token_budget: int = Field(default=512, ge=16)
     """Tokens chosen for one pass, from all tenants together. A small request waits for the pass
     under way and shares the next: at half a microbatch, for a microbatch beside its own share."""
@@ -113,6 +147,10 @@ class Settings(BaseSettings):
     max_waiting_samples: int = Field(default=4096, ge=1)
     """Samples one tenant may have waiting; more are told to come back (429)."""
 
+    max_running_samples: int | None = Field(default=None, ge=1)
+    """Samples of one base model that are with its engine at once; the others wait until it is
+    their tenant's turn. By default twice as many as the engine generates at once."""
+
     stable_reinforce: Literal["closest", "refuse"] = "closest"
     """The vendor's objective of this name is not published: compute the closest one that is (see
     backends/README.md), or refuse the loss."""
@@ -133,6 +171,15 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None
+
+
+def _vllm_python() -> Path:
+    python = Path(".venv-vllm/bin/python").absolute()
+    return python if python.exists() else Path(sys.executable)
 
 
 def _machine_memory() -> int:

@@ -35,6 +35,9 @@ from backends.workers.connection import Connection
 
 Expected = TypeVar("Expected")
 
+SAMPLES_AT_ONCE = 32
+"""How many samples a worker generates at once, unless it is told otherwise."""
+
 _LAST_BYTES = 2000
 """How much of its log tells why a worker died."""
 
@@ -72,7 +75,7 @@ class SubprocessBackend:
         log_file: str | Path,
         device: str = "auto",
         device_run_bytes: int | None = None,
-        max_batch_size: int = 32,
+        max_batch_size: int = SAMPLES_AT_ONCE,
         kv_token_budget: int = 65_536,
     ) -> SubprocessBackend:
         """Returns when the model is loaded. Raises BackendError with the worker's last words

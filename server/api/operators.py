@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Depends, Header, Response
 
+from backends.contract import PauseMode
+from server.api import metrics
 from server.api.rooms import InRooms
 from server.core.errors import NotAuthenticated
 
@@ -25,3 +27,43 @@ router = APIRouter(dependencies=[Depends(check_operator)], include_in_schema=Fal
 async def memory(rooms: InRooms) -> dict[str, Any]:
     """Bytes of each base model and of each run that is in memory; the other runs are on disk."""
     return {name: asdict(report) for name, report in (await rooms.memory()).items()}
+
+
+@router.get("/replicas")
+async def replicas(rooms: InRooms) -> list[dict[str, Any]]:
+    return [{"model": model, **asdict(status)} for model, status in rooms.replicas.all()]
+
+
+@router.post("/replicas/{name}/pause")
+async def pause(name: str, rooms: InRooms, mode: PauseMode = "wait") -> dict[str, Any]:
+    await rooms.replicas.pause(name, mode)
+    return {}
+
+
+@router.post("/replicas/{name}/drain")
+async def drain(name: str, rooms: InRooms) -> dict[str, Any]:
+    await rooms.replicas.drain(name)
+    return {}
+
+
+@router.post("/replicas/{name}/resume")
+async def resume(name: str, rooms: InRooms) -> dict[str, Any]:
+    await rooms.replicas.resume(name)
+    return {}
+
+
+@router.get("/maintenance")
+async def maintenance(rooms: InRooms) -> dict[str, Any]:
+    return {"on": rooms.maintenance}
+
+
+@router.post("/maintenance/{switch}")
+async def maintain(switch: Literal["on", "off"], rooms: InRooms) -> dict[str, Any]:
+    """On: submissions are accepted and wait, what is under way goes on, nothing new begins."""
+    rooms.maintain(switch == "on")
+    return {"on": rooms.maintenance}
+
+
+@router.get("/metrics")
+async def prometheus(rooms: InRooms) -> Response:
+    return Response(metrics.render(rooms), media_type=metrics.CONTENT_TYPE)

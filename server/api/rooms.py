@@ -22,6 +22,7 @@ from server.core.records import Request as Job
 from server.core.records import Run, Tenant
 from server.losses.service import CustomLosses
 from server.oai.service import OpenAI
+from server.replicas import Replicas
 from server.runs.service import Runs
 from server.samplers.service import Samplers
 from server.settings import Settings
@@ -45,6 +46,14 @@ _SMALL_BODY_BYTES = 4 * 2**20
 _SLOWEST_BYTES_PER_S = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Of the training on one base model."""
+
+    ticks: int
+    tokens: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Rooms:
     settings: Settings
@@ -66,10 +75,24 @@ class Rooms:
     """Tell a run's dispatcher that its session is over."""
     memory: Callable[[], Awaitable[Mapping[str, MemoryReport]]]
     """What each base model and its runs take."""
+    replicas: Replicas
+    hold: Callable[[bool], None]
+    """Have nothing new begin, or have it begin again."""
+    progress: Callable[[], Mapping[str, Progress]]
+    """What each base model has done since the start."""
     operator_token: str
     """Whoever shows it may look into the server (`api/operators.py`)."""
     draining: bool = False
     """No new work is taken; what was promised can still be asked for."""
+
+    maintenance: bool = False
+    """What comes is accepted, and nothing new begins."""
+
+    def maintain(self, on: bool) -> None:
+        """Those who wait are told at once."""
+        self.maintenance = on
+        self.hold(on)
+        self.ledger.wake_all()
 
     def drain(self) -> None:
         """From now on no new work; those who wait are told to come back."""
@@ -90,8 +113,13 @@ class Rooms:
         """What a waiting client is told: the SDK's queue state, and a reason."""
         if self.draining:
             return "paused_capacity", "the server is restarting"
+        if self.maintenance:
+            return "paused_capacity", "maintenance"
         if request.run_id is not None and self.runs.registry.restoring(request.run_id):
             return "paused_capacity", "restoring"
+        model = self.samplers.base_model_of(request)
+        if (reason := self.replicas.held_up(model, request.id)) is not None:
+            return "paused_capacity", reason
         return "active", None
 
     def check_open(self) -> None:

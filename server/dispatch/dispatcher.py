@@ -94,6 +94,10 @@ class Dispatcher:
         )
         self._work = asyncio.Event()
         self._stopping = False
+        self._held = False
+        self.ticks = 0
+        self.tokens = 0
+        """What went through the model in them."""
 
     def wake(self) -> None:
         self._work.set()
@@ -101,6 +105,14 @@ class Dispatcher:
     def stop(self) -> None:
         """Finish the tick under way; what waits stays in the journal."""
         self._stopping = True
+        self._work.set()
+
+    def hold(self) -> None:
+        """Begin nothing new until `let_go`; what is under way goes on."""
+        self._held = True
+
+    def let_go(self) -> None:
+        self._held = False
         self._work.set()
 
     def release(self, runs: Iterable[RunId]) -> None:
@@ -112,6 +124,9 @@ class Dispatcher:
         """Until stopped. The supervision loop: whatever a tick raises fails that tick alone."""
         while not self._stopping:
             self._work.clear()
+            if self._held:
+                await self._work.wait()
+                continue
             try:
                 tick = self.choose()
             except Exception:
@@ -182,6 +197,8 @@ class Dispatcher:
         return executed, snapshots
 
     def _account(self, tick: Tick, seconds: float) -> None:
+        self.ticks += 1
+        self.tokens += tick.tokens
         total = tick.tokens or len(tick.slices)
         for one in tick.slices:
             if one.job.kind in REPLAYED_KINDS:

@@ -14,10 +14,10 @@ from backends.contract import (
     SampleDelta,
     SampleRequest,
     SampleResult,
-    SamplingEngine,
 )
 from server.core.errors import BadInput
 from server.oai.errors import EngineLost, GenerationFailed
+from server.samplers.gate import GatedEngine
 
 log = structlog.get_logger()
 
@@ -26,7 +26,7 @@ _ATTEMPTS = 3
 Part = SampleDelta | SampleResult
 
 
-async def generate(engine: SamplingEngine, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+async def generate(engine: GatedEngine, requests: Sequence[SampleRequest]) -> list[SampleResult]:
     """All of them at once. When one fails, or the caller is cancelled, none goes on."""
     tasks = [asyncio.create_task(_generate(engine, request)) for request in requests]
     try:
@@ -36,7 +36,7 @@ async def generate(engine: SamplingEngine, requests: Sequence[SampleRequest]) ->
 
 
 async def stream(
-    engine: SamplingEngine, requests: Sequence[SampleRequest]
+    engine: GatedEngine, requests: Sequence[SampleRequest]
 ) -> AsyncGenerator[tuple[int, Part]]:
     """Parts of all of them as they come, each with the number of its request; the last part of
     a request is its result. A reader that leaves early stops them all."""
@@ -61,7 +61,7 @@ async def stream(
         await _end(tasks)
 
 
-async def _generate(engine: SamplingEngine, request: SampleRequest) -> SampleResult:
+async def _generate(engine: GatedEngine, request: SampleRequest) -> SampleResult:
     last = ""
     for _ in range(_ATTEMPTS):
         try:
@@ -73,7 +73,7 @@ async def _generate(engine: SamplingEngine, request: SampleRequest) -> SampleRes
 
 
 async def _feed(
-    engine: SamplingEngine,
+    engine: GatedEngine,
     number: int,
     request: SampleRequest,
     parts: asyncio.Queue[tuple[int, Part | None]],
@@ -85,7 +85,7 @@ async def _feed(
             await parts.join()
 
 
-async def _stream(engine: SamplingEngine, request: SampleRequest) -> AsyncGenerator[Part]:
+async def _stream(engine: GatedEngine, request: SampleRequest) -> AsyncGenerator[Part]:
     """Begins again with another engine, as long as nobody has seen anything of the first one's."""
     seen, last = False, ""
     for _ in range(_ATTEMPTS):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from backends.contract import SampleDelta, SampleRequest, SampleResult, SamplingEngine
+from backends.contract import SampleDelta, SampleRequest, SampleResult
 from server.core.records import Tenant
 from server.oai import generation, wire
 from server.oai.asking import check_length, encoded, to_engine
@@ -30,6 +30,7 @@ from server.oai.prompts import read_prompts
 from server.oai.template import TemplateRefused
 from server.oai.tokenizer import TextModel
 from server.oai.wire import ChatBody, CompletionBody, Order
+from server.samplers.gate import GatedEngine
 from server.samplers.service import Samplers
 
 
@@ -54,14 +55,12 @@ class OpenAI:
         *,
         models: Models,
         samplers: Samplers,
-        engines: Mapping[str, SamplingEngine],
         bills: Bills,
         clock: Callable[[], float],
     ) -> None:
         self.models = models
         self.bills = bills
         self._samplers = samplers
-        self._engines = engines
         self._clock = clock
 
     async def chat(self, tenant: Tenant, body: ChatBody) -> Job:
@@ -93,8 +92,7 @@ class OpenAI:
 
     async def answer(self, job: Job) -> Json:
         """All of it at once. Raises QueueFull, or what generating raises."""
-        engine = self._engines[job.model.base_model]
-        with self._samplers.unjournaled(job.tenant, job.requests):
+        with self._run(job) as engine:
             results = await generation.generate(engine, job.requests)
         for prompt, result in zip(job.prompts, results, strict=True):
             prompt.tally.finish(result)
@@ -104,8 +102,7 @@ class OpenAI:
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
         """Chunks as they come. A reader that leaves early stops the generation, and is charged
         with what it got. Raises like `answer`."""
-        engine = self._engines[job.model.base_model]
-        with self._samplers.unjournaled(job.tenant, job.requests), self._charged(job):
+        with self._run(job) as engine, self._charged(job):
             async with aclosing(generation.stream(engine, job.requests)) as parts:
                 async for number, part in parts:
                     for chunk in _chunks(job, job.prompts[number], part):
@@ -115,6 +112,10 @@ class OpenAI:
 
     async def stop(self) -> None:
         await self.bills.stop()
+
+    def _run(self, job: Job) -> AbstractContextManager[GatedEngine]:
+        """Raises QueueFull."""
+        return self._samplers.unjournaled(job.tenant, job.model.base_model, job.requests)
 
     def _job(
         self,

@@ -107,7 +107,7 @@ class Runs:
                 f"base_model is {body.base_model[:100]!r}; the checkpoint was trained on "
                 f"{source.base_model!r}"
             )
-        self._catalogue.get(source.base_model)
+        check_adapter_spec(adapter_spec(source.lora), self._catalogue.get(source.base_model).info)
         optimizer = resumed(source, with_state=body.optimizer, config=body.optimizer_config)
         return await self._start(
             tenant, body, source.base_model, source.lora, optimizer, Kind.LOAD, payload

@@ -147,6 +147,11 @@ def check_adapter_spec(spec: AdapterSpec, info: ModelInfo) -> None:
     """Raise BadInput when the base model cannot have such an adapter."""
     if not 1 <= spec.rank <= MAX_RANK:
         raise BadInput(f"lora_config.rank: is {spec.rank}; it must be from 1 to {MAX_RANK}.")
+    if info.max_lora_rank is not None and spec.rank > info.max_lora_rank:
+        raise BadInput(
+            f"lora_config.rank: is {spec.rank}; what samples here takes "
+            f"{info.max_lora_rank} at most."
+        )
     if not (math.isfinite(spec.alpha) and spec.alpha > 0):
         raise BadInput(f"lora_config.alpha: is {spec.alpha}; it must be finite and above 0.")
     flags = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}

@@ -55,6 +55,7 @@ def to_sample_request(
     *,
     request_id: str,
     adapter: str | None,
+    session: str,
     cache_namespace: str,
     info: ModelInfo,
 ) -> SampleRequest:
@@ -73,6 +74,7 @@ def to_sample_request(
         num_samples=body.num_samples,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         adapter=adapter,
+        session=session,
         cache_namespace=cache_namespace,
         temperature=params.temperature,
         top_k=params.top_k,

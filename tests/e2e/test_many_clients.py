@@ -13,6 +13,7 @@ import tinker
 from tinker import types
 
 from tests.e2e.client import (
+    MODEL,
     PROBE,
     adam,
     assert_same,
@@ -120,6 +121,24 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another(
     for future in futures:
         wait(future)
     assert wait(flood.optim_step(adam(0.0))).metrics["num_gradients"] == 60
+
+
+def test_two_thousand_samples_of_one_client_are_all_generated_and_hold_up_nobody_else(
+    service: tinker.ServiceClient, server: RunningServer
+) -> None:
+    """As many as the SDK lets one client have under way."""
+    flood = wait(service.create_sampling_client(base_model=MODEL))
+    bob = tinker.ServiceClient(base_url=server.url, api_key=server.keys["bob"])
+    other = wait(bob.create_sampling_client(base_model=MODEL))
+    prompt = types.ModelInput.from_ints(PROBE)
+    params = types.SamplingParams(max_tokens=2, stop=[])
+    futures = [flood.sample(prompt, 1, params) for _ in range(2000)]
+    wait(futures[0])
+    wait(other.sample(prompt, 1, params))
+    left = sum(not future.done() for future in futures)
+    assert left > 1000
+    for future in futures:
+        assert len(future.result(timeout=200).sequences[0].tokens) == 2
 
 
 def test_a_run_made_after_another_ended_is_a_fresh_one(server: RunningServer) -> None:

@@ -87,7 +87,7 @@ class Attempt:
         return last
 
     async def _events(self, body: Body) -> AsyncGenerator[Answer]:
-        session = self.request.cache_namespace
+        session = self.request.session
         if self.on_delta is None:
             yield await self.client.generate(body, session)
             return
@@ -99,7 +99,7 @@ class Attempt:
         request = self.request
         params: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0} | scoring.params
         body = translate.call(request, self.model, request.prompt, params)
-        return scoring, await self.client.generate(body, request.cache_namespace)
+        return scoring, await self.client.generate(body, request.session)
 
     async def _alternatives(self) -> dict[str, Any]:
         if not translate.draws_alternatives(self.request):
@@ -110,7 +110,7 @@ class Attempt:
             self.model,
             self.seed,
             self.limits,
-            lambda body: self.client.generate(body, self.request.cache_namespace),
+            lambda body: self.client.generate(body, self.request.session),
         )
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import msgspec
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
+from backends.contract import PauseMode
 from backends.sampling.vllm.answer import ANSWER, REFUSAL, Answer
 from backends.sampling.vllm.errors import Refused, ReplicaLost
-
-PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of running requests: frozen until `resume`, finished first, or ended."""
 
 Body = dict[str, Any]
 _Response = aiohttp.ClientResponse
@@ -97,10 +95,23 @@ class ReplicaClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
+    async def version(self) -> str:
+        return (await self._asked("/version"))["version"]
+
+    async def served(self) -> dict[str, int]:
+        """Names of the models that it has, the base model and adapters, and how many tokens each
+        takes."""
+        models = (await self._asked("/v1/models"))["data"]
+        return {model["id"]: model["max_model_len"] or 0 for model in models}
+
     async def metrics(self) -> ReplicaMetrics:
         timeout = _total(_CONNECT_S)
         async with self._answered(self._session.get("/metrics", timeout=timeout)) as response:
             return _read_metrics(await response.text())
+
+    async def _asked(self, path: str) -> Any:
+        async with self._answered(self._session.get(path, timeout=_total(_CONNECT_S))) as response:
+            return orjson.loads(await response.read())
 
     async def _control(
         self, path: str, body: Body, params: Mapping[str, str] | None = None

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager, suppress
 
-from backends.contract import BackendError, Failure, SampleDelta, SampleRequest, SampleResult
+from backends.contract import (
+    BackendError,
+    Failure,
+    PauseMode,
+    ReplicaStatus,
+    SampleDelta,
+    SampleRequest,
+    SampleResult,
+)
 from backends.sampling.requests import CANCELLED
 from backends.sampling.vllm import translate
 from backends.sampling.vllm.attempt import Attempt, OnDelta
@@ -33,6 +41,14 @@ class VllmEngine:
         self._facts = facts
         self._limits = limits
         self._running: dict[str, asyncio.Task[Outcome]] = {}
+        self._places: dict[str, Replica] = {}
+        """Of each request that a replica has."""
+
+    async def start(self) -> None:
+        await self.fleet.start()
+
+    async def stop(self) -> None:
+        await self.fleet.stop()
 
     async def sample(self, request: SampleRequest) -> Outcome:
         """A caller that is cancelled cancels the request. Raises BackendError when two replicas
@@ -64,6 +80,24 @@ class VllmEngine:
         if task is not None:
             task.cancel()
 
+    def replicas(self) -> list[ReplicaStatus]:
+        return [replica.status for replica in self.fleet.replicas]
+
+    async def pause(self, replica: str, mode: PauseMode) -> None:
+        await self.fleet.replica(replica).pause(mode)
+
+    async def drain(self, replica: str) -> None:
+        await self.fleet.replica(replica).drain()
+
+    async def resume(self, replica: str) -> None:
+        await self.fleet.resume(replica)
+
+    def held_up(self, request_id: str) -> str | None:
+        replica = self._places.get(request_id)
+        if replica is None:
+            return self.fleet.closed()
+        return f"{replica.name} is paused" if replica.frozen else None
+
     def _begin(self, request: SampleRequest, on_delta: OnDelta | None) -> asyncio.Task[Outcome]:
         task = asyncio.create_task(self._run(request, on_delta))
         self._running[request.request_id] = task
@@ -91,17 +125,23 @@ class VllmEngine:
         if seed is None and (on_delta is not None or translate.draws_alternatives(request)):
             seed = secrets.randbits(64)
         delivered = None if on_delta is None else Delivered(on_delta)
-        lost: dict[str, str] = {}
-        for _ in range(_ATTEMPTS):
-            replica = await self.fleet.pick(request, lost.keys())
+        lost: set[str] = set()
+        reasons: list[str] = []
+        while len(reasons) < _ATTEMPTS:
+            replica = await self.fleet.pick(request, lost)
+            interruptions = replica.interruptions
             if delivered is not None:
                 delivered.again()
             try:
                 return await self._on(replica, request, seed, delivered)
             except ReplicaLost as error:
-                lost[replica.name] = str(error)
+                if replica.interruptions > interruptions:
+                    continue
+                lost.add(replica.name)
+                reasons.append(str(error))
+                replica.lost_requests += 1
                 await replica.report_lost()
-        raise BackendError(f"request {request.request_id} was lost twice: {list(lost.values())}")
+        raise BackendError(f"request {request.request_id} was lost twice: {reasons}")
 
     async def _on(
         self,
@@ -111,7 +151,7 @@ class VllmEngine:
         delivered: Delivered | None,
     ) -> SampleResult:
         """On this replica; an adapter that it turns out not to hold is loaded again, once."""
-        with replica.loaded(request.num_samples):
+        with replica.loaded(request.num_samples), self._placed(request, replica):
             try:
                 return await self._held(replica, request, seed, delivered)
             except Refused as refused:
@@ -119,6 +159,14 @@ class VllmEngine:
                     raise
             replica.adapters.forget(request.adapter)
             return await self._held(replica, request, seed, delivered)
+
+    @contextmanager
+    def _placed(self, request: SampleRequest, replica: Replica) -> Generator[None]:
+        self._places[request.request_id] = replica
+        try:
+            yield
+        finally:
+            del self._places[request.request_id]
 
     async def _held(
         self,

@@ -45,12 +45,28 @@ class Fleet:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
+    def replica(self, name: str) -> Replica:
+        """Raises KeyError."""
+        return {replica.name: replica for replica in self.replicas}[name]
+
+    async def resume(self, name: str) -> None:
+        await self.replica(name).resume()
+        self._changed.set()
+
+    def closed(self) -> str | None:
+        """Why no request can be sent, if none can."""
+        if any(replica.open for replica in self.replicas):
+            return None
+        if any(replica.ready for replica in self.replicas):
+            return "the sampling replicas are paused"
+        return "the sampling replicas are starting"
+
     async def pick(self, request: SampleRequest, avoid: Collection[str]) -> Replica:
-        """The replica for a request; waits while none is ready. Those in `avoid` have lost it
+        """The replica for a request; waits while none is open. Those in `avoid` have lost it
         before and are taken only when nothing else is left. Raises BackendError when stopped."""
-        ready = await self._ready()
-        fresh = [replica for replica in ready if replica.name not in avoid] or ready
-        session = request.cache_namespace
+        candidates = await self._candidates()
+        fresh = [replica for replica in candidates if replica.name not in avoid] or candidates
+        session = request.session
         routed = RoutedRequest(
             adapter=request.adapter,
             session=session or request.request_id,
@@ -61,13 +77,13 @@ class Fleet:
             self._remember(session, name)
         return next(replica for replica in fresh if replica.name == name)
 
-    async def _ready(self) -> list[Replica]:
+    async def _candidates(self) -> list[Replica]:
         while True:
             if self._stopped:
                 raise BackendError("the sampling replicas were stopped")
-            ready = [replica for replica in self.replicas if replica.ready]
-            if ready:
-                return ready
+            candidates = [replica for replica in self.replicas if replica.open]
+            if candidates:
+                return candidates
             self._changed.clear()
             await self._changed.wait()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from backends.contract import BackendError
+from backends.sampling.vllm.adapters import BASE
 from backends.sampling.vllm.client import ReplicaClient
+from backends.sampling.vllm.errors import Refused, ReplicaLost
+from backends.sampling.vllm.model_facts import ModelFacts
 
 _HEALTH_EVERY_S = 5.0
 
@@ -18,12 +21,16 @@ class RemoteServer:
         self._client = client
 
     @classmethod
-    async def find(cls, url: str) -> RemoteServer:
-        """Raises BackendError when nothing healthy answers there."""
+    async def find(cls, url: str, facts: ModelFacts) -> RemoteServer:
+        """Raises BackendError when no healthy vLLM answers there, or not with this model."""
         client = ReplicaClient(url)
-        if not await client.healthy():
+        try:
+            if not await client.healthy():
+                raise BackendError(f"no vLLM answers at {url}")
+            await _check(client, facts)
+        except BaseException:
             await client.close()
-            raise BackendError(f"no vLLM answers at {url}")
+            raise
         return cls(url, client)
 
     async def wait_gone(self) -> str:
@@ -34,3 +41,29 @@ class RemoteServer:
     async def stop(self) -> None:
         """Leave it running, as it was found."""
         await self._client.close()
+
+
+async def _check(client: ReplicaClient, facts: ModelFacts) -> None:
+    """Raises BackendError when it serves another model, as far as can be told."""
+    last = facts.vocab_size - 1
+    params = {"max_tokens": 1, "detokenize": False}
+    try:
+        served = await client.served()
+        if BASE not in served:
+            names = ", ".join(served)
+            raise BackendError(
+                f"vLLM at {client.url} serves {names}: start it with --served-model-name {BASE}"
+            )
+        if served[BASE] < facts.max_context_length:
+            raise BackendError(
+                f"vLLM at {client.url} takes {served[BASE]} tokens, and the model here "
+                f"{facts.max_context_length}: set max_context_length, or its --max-model-len"
+            )
+        await client.generate({"model": BASE, "token_ids": [last], "sampling_params": params})
+    except Refused as refused:
+        raise BackendError(
+            f"vLLM at {client.url} does not take token {last}, the last of the model here: "
+            f"{refused.message}"
+        ) from refused
+    except ReplicaLost as error:
+        raise BackendError(f"vLLM at {client.url} cannot generate: {error}") from error

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import structlog
 
-from backends.contract import BackendError
+from backends.contract import BackendError, PauseMode, ReplicaState, ReplicaStatus
 from backends.sampling.vllm.adapters import BASE, ReplicaAdapters
 from backends.sampling.vllm.client import ReplicaClient
 from backends.sampling.vllm.errors import Refused, ReplicaLost, RequestFailed
@@ -51,6 +51,15 @@ class Replica:
         self.load = 0
         """Samples sent to it and not finished."""
         self.generation = 0
+        self.frozen = False
+        """Whether it has been told to generate nothing."""
+        self.interruptions = 0
+        """How often it was told to end what it ran."""
+        self.lost_requests = 0
+        self._requests = 0
+        self._version: str | None = None
+        self._standing: ReplicaState = "ready"
+        """What operators want it to be; outlives the server."""
         self._start = start
         self._capacity = adapter_capacity
         self._warmup_adapter = warmup_adapter
@@ -63,6 +72,11 @@ class Replica:
     @property
     def ready(self) -> bool:
         return self._client is not None
+
+    @property
+    def open(self) -> bool:
+        """Whether it gets new requests."""
+        return self.ready and self._standing == "ready"
 
     @property
     def client(self) -> ReplicaClient:
@@ -83,13 +97,50 @@ class Replica:
         folders = frozenset() if self._adapters is None else self._adapters.folders
         return ReplicaView(name=self.name, load=self.load, adapters=folders)
 
+    @property
+    def status(self) -> ReplicaStatus:
+        missing: ReplicaState = "lost" if self.generation else "starting"
+        return ReplicaStatus(
+            name=self.name,
+            url=None if self._client is None else self._client.url,
+            state=self._standing if self.ready else missing,
+            load=self.load,
+            adapters=tuple(sorted(self.view.adapters)),
+            generation=self.generation,
+            requests=self._requests,
+            lost_requests=self.lost_requests,
+            version=self._version,
+        )
+
     @contextmanager
     def loaded(self, samples: int) -> Generator[None]:
+        self._requests += 1
         self.load += samples
         try:
             yield
         finally:
             self.load -= samples
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Raises BackendError when the server cannot; it gets nothing new all the same."""
+        self._standing = "paused"
+        if mode == "wait":
+            # What runs finishes by itself: nothing new comes.
+            await self._unfreeze()
+            return
+        if self.ready:
+            self.interruptions += mode == "abort"
+            with self._controlling():
+                await self.client.pause(mode)
+                self.frozen = True
+
+    async def drain(self) -> None:
+        self._standing = "draining"
+        await self._unfreeze()
+
+    async def resume(self) -> None:
+        await self._unfreeze()
+        self._standing = "ready"
 
     async def start(self) -> None:
         """Raises BackendError when it cannot be had: then the settings are wrong."""
@@ -97,6 +148,7 @@ class Replica:
         client = ReplicaClient(host.url)
         adapters = ReplicaAdapters(client, self._capacity)
         try:
+            self._version = await client.version()
             await self._warm_up(client, adapters)
         except BaseException as error:
             await client.close()
@@ -136,10 +188,24 @@ class Replica:
     async def stop(self) -> None:
         host, client = self._host, self._client
         self._host = self._client = self._adapters = None
+        self.frozen = False
         if client is not None:
             await client.close()
         if host is not None:
             await host.stop()
+
+    async def _unfreeze(self) -> None:
+        if self.frozen:
+            with self._controlling():
+                await self.client.resume()
+            self.frozen = False
+
+    @contextmanager
+    def _controlling(self) -> Generator[None]:
+        try:
+            yield
+        except (ReplicaLost, Refused) as error:
+            raise BackendError(f"{self.name} cannot be controlled: {error}") from error
 
     async def _wait_lost(self) -> str:
         assert self._host is not None

@@ -22,6 +22,15 @@ class FakeServer:
         self.open.set()
         self.broken: list[int] = []
         """Statuses that the next calls to generate are answered with."""
+        self.sessions: list[str | None] = []
+        """What the calls to generate say that they belong to."""
+        self.served_name = "base"
+        self.max_model_len = 64
+        self.vocab_size = 100
+        self.flowing = asyncio.Event()
+        """While it is not set, what is generated is not done."""
+        self.flowing.set()
+        self._aborted = asyncio.Event()
 
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -42,10 +51,16 @@ class FakeServer:
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.log.append(("generate", body["model"]))
+        self.sessions.append(request.headers.get("x-session-id"))
+        if max(body["token_ids"]) >= self.vocab_size:
+            return problem(400, "Token id is out of vocabulary.")
         if self.broken:
             return problem(self.broken.pop(0), "EngineCore encountered an issue.")
         if body["model"] != "base" and body["model"] not in self.loaded:
             return problem(404, "The model does not exist.")
+        if await self._is_aborted():
+            aborted = {"index": 0, "token_ids": [], "finish_reason": "abort"}
+            return web.json_response({"choices": [aborted], "usage": None})
         params = body["sampling_params"]
         content = [{"token_id": 7, "logprob": -0.5, "top_logprobs": []}] * params["max_tokens"]
         choices = [
@@ -58,6 +73,34 @@ class FakeServer:
             for i in range(params.get("n", 1))
         ]
         return web.json_response({"choices": choices, "usage": None})
+
+    async def pause(self, request: web.Request) -> web.Response:
+        self.log.append(("pause", request.query["mode"]))
+        self.flowing.clear()
+        if request.query["mode"] == "abort":
+            self._aborted.set()
+            self._aborted = asyncio.Event()
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        self.log.append(("resume", None))
+        self.flowing.set()
+        return web.json_response({"status": "resumed"})
+
+    async def version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "0.0.fake"})
+
+    async def models(self, _: web.Request) -> web.Response:
+        base = {"id": self.served_name, "max_model_len": self.max_model_len}
+        return web.json_response({"data": [base]})
+
+    async def _is_aborted(self) -> bool:
+        aborted = self._aborted
+        waits = [asyncio.create_task(one.wait()) for one in (self.flowing, aborted)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        return aborted.is_set()
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -74,5 +117,9 @@ async def serving(fake: FakeServer) -> AsyncIterator[str]:
     app.router.add_post("/v1/unload_lora_adapter", fake.unload)
     app.router.add_post("/inference/v1/generate", fake.generate)
     app.router.add_get("/health", fake.health)
+    app.router.add_get("/version", fake.version)
+    app.router.add_get("/v1/models", fake.models)
+    app.router.add_post("/pause", fake.pause)
+    app.router.add_post("/resume", fake.resume)
     async with TestServer(app) as server:
         yield f"http://127.0.0.1:{server.port}"

@@ -39,15 +39,17 @@ async def fakes() -> list[FakeServer]:
 async def engine(fakes: list[FakeServer]) -> AsyncIterator[VllmEngine]:
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(fake)) for fake in fakes]
+        facts = ModelFacts(vocab_size=10, max_context_length=20, decoder=NoText())
         replicas = [
-            Replica(f"replica-{i}", lambda url=url: RemoteServer.find(url), adapter_capacity=2)
+            Replica(
+                f"replica-{i}", lambda url=url: RemoteServer.find(url, facts), adapter_capacity=2
+            )
             for i, url in enumerate(urls)
         ]
         fleet = Fleet(replicas, _first)
         await fleet.start()
         for fake in fakes:
             fake.log.clear()
-        facts = ModelFacts(vocab_size=10, max_context_length=20, decoder=NoText())
         yield VllmEngine(fleet, facts, Limits(max_num_seqs=4, max_logprobs=20))
         await fleet.stop()
 

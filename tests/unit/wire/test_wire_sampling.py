@@ -35,7 +35,12 @@ def sdk_body(*, unset: bool = False, params: dict[str, Any] | None = None, **fie
 
 def asked(body: bytes, info: ModelInfo) -> SampleRequest:
     return to_sample_request(
-        decode_sample(body), request_id="r", adapter="/a", cache_namespace="n", info=info
+        decode_sample(body),
+        request_id="r",
+        adapter="/a",
+        session="s",
+        cache_namespace="n",
+        info=info,
     )
 
 
@@ -49,7 +54,8 @@ def test_a_request_of_defaults_asks_for_one_sample_to_the_end(info: ModelInfo, u
 
     assert request.prompt.dtype == np.int64
     assert request.prompt.tolist() == [5, 6, 7, 8]
-    assert (request.request_id, request.adapter, request.cache_namespace) == ("r", "/a", "n")
+    assert (request.request_id, request.adapter) == ("r", "/a")
+    assert (request.session, request.cache_namespace) == ("s", "n")
     assert (request.temperature, request.top_k, request.top_p) == (1.0, -1, 1.0)
     assert request.seed is None
     assert request.num_samples == 1

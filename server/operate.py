@@ -1,0 +1,105 @@
+"""What the operator tells the server that runs on a data folder: `hearth replicas`, `hearth
+maintenance`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from server.live import LiveServer
+from server.settings import Settings
+
+replicas = typer.Typer(no_args_is_help=True, help="The vLLM servers: look, pause, drain, resume.")
+
+Data = Annotated[Path | None, typer.Option(help="Folder for everything the server keeps.")]
+
+
+class Mode(StrEnum):
+    WAIT = "wait"
+    KEEP = "keep"
+    ABORT = "abort"
+
+
+class Switch(StrEnum):
+    ON = "on"
+    OFF = "off"
+
+
+@replicas.command("list")
+def list_replicas(data: Data = None) -> None:
+    """Show every replica and how it is."""
+    Console().print(table(_ask(data, lambda server: server.get("replicas"))))
+
+
+@replicas.command()
+def pause(
+    name: str,
+    mode: Annotated[
+        Mode, typer.Option(help="Of what it generates: finish it, freeze it, or ask it again.")
+    ] = Mode.WAIT,
+    data: Data = None,
+) -> None:
+    """Send a replica nothing new."""
+    _ask(data, lambda server: server.post(f"{_path(name)}/pause?mode={mode}"))
+
+
+@replicas.command()
+def drain(name: str, data: Data = None) -> None:
+    """Send a replica nothing new and have it finish what it has, before it is taken away."""
+    _ask(data, lambda server: server.post(f"{_path(name)}/drain"))
+
+
+@replicas.command()
+def resume(name: str, data: Data = None) -> None:
+    """Send a replica requests again."""
+    _ask(data, lambda server: server.post(f"{_path(name)}/resume"))
+
+
+def maintenance(switch: Switch, data: Data = None) -> None:
+    """On: requests are accepted and wait, and nothing new begins. Off: they go on."""
+    _ask(data, lambda server: server.post(f"maintenance/{switch}"))
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Replicas as `/operator/replicas` tells of them."""
+    columns = ("state", "load", "adapters", "restarts", "requests", "lost", "vLLM", "address")
+    shown = Table("replica", "base model", *columns, title="Replicas")
+    for row in rows:
+        restarts = max(row["generation"] - 1, 0)
+        counts = (row["load"], len(row["adapters"]), restarts, row["requests"])
+        shown.add_row(
+            *(row["name"], row["model"], row["state"]),
+            *map(str, (*counts, row["lost_requests"])),
+            *(row["version"] or "", row["url"] or ""),
+        )
+    return shown
+
+
+def _path(name: str) -> str:
+    return f"replicas/{quote(name, safe='')}"
+
+
+def _ask(data: Path | None, call: Callable[[LiveServer], Any]) -> Any:
+    folder = (Settings() if data is None else Settings(data=data)).data
+    server = LiveServer.find(folder)
+    try:
+        answer = None if server is None else call(server)
+    except HTTPError as error:
+        raise _failed(json.load(error)["detail"]) from error
+    if answer is None:
+        raise _failed(f"no server runs on the data folder {folder}")
+    return answer
+
+
+def _failed(why: str) -> typer.Exit:
+    typer.echo(f"hearth: {why}", err=True)
+    return typer.Exit(1)
