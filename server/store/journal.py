@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Select, func, insert, select, update
+from sqlalchemy import Select, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import CLONE_SIZE, RequestId, RunId, SamplingSessionId
@@ -18,12 +19,12 @@ from server.core.requests import REPLAYED_KINDS, State
 from server.store.rows import RequestRow, columns, value
 
 
-async def append(db: AsyncSession, request: Request) -> Request:
-    """Store a request, or return the one that has its id."""
-    if existing := await find(db, request.id):
-        return existing
-    await db.execute(insert(RequestRow).values(columns(request)))
-    return request
+async def append(db: AsyncSession, request: Request) -> bool:
+    """Store a request, unless one has its id; that is False."""
+    insert = postgresql.insert if db.get_bind().dialect.name == "postgresql" else sqlite.insert
+    statement = insert(RequestRow).values(columns(request)).on_conflict_do_nothing()
+    done: Any = await db.execute(statement)
+    return done.rowcount == 1
 
 
 async def find(db: AsyncSession, request: RequestId) -> Request | None:

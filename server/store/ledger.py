@@ -117,11 +117,16 @@ class Ledger:
         `also` runs before it in the same commit, and only if the request is new."""
 
         async def work(db: AsyncSession) -> tuple[Request, bool]:
-            if existing := await journal.find(db, request.id):
-                return existing, False
             if also is not None:
+                if existing := await journal.find(db, request.id):
+                    return existing, False
                 await also(db)
-            return await journal.append(db, request), True
+            # Nearly always it is new: finding it first would cost as much as storing it.
+            if await journal.append(db, request):
+                return request, True
+            existing = await journal.find(db, request.id)
+            assert existing is not None
+            return existing, False
 
         stored, new = await self.db.write(work)
         if stored.state is State.WAITING:
