@@ -26,6 +26,7 @@ from tests.benchmarks import (
     no_op,
     one_tenant,
     passes,
+    vllm_sampling,
 )
 from tests.benchmarks.machine import facts
 from tests.benchmarks.report import Row, details, header, line, write_json
@@ -41,6 +42,7 @@ GROUPS: Mapping[str, Group] = {
     "flood": flood.rows,
     "many-adapters": many_adapters.rows,
     "many-runs": many_runs.rows,
+    **({"vllm-sampling": vllm_sampling.rows} if vllm_sampling.available() else {}),
     **({"gpu": gpu.rows} if torch.cuda.is_available() else {}),
 }
 

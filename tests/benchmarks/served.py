@@ -23,12 +23,15 @@ NO_KEY = "tml-benchmark"
 
 @contextmanager
 def serving(
-    models: Mapping[str, Path], threads: int, tenants: Sequence[str] = ()
+    models: Mapping[str, Path],
+    threads: int,
+    tenants: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Generator[RunningServer]:
-    """`hearth serve` with its defaults on a folder of its own, until the block ends; with a key
-    for each tenant, or without any."""
+    """`hearth serve` with its defaults, but for `options`, on a folder of its own, until the block
+    ends; with a key for each tenant, or without any."""
     with tempfile.TemporaryDirectory() as folder:
-        server = RunningServer(Path(folder) / "data", dict(models), threads=threads)
+        server = RunningServer(Path(folder) / "data", dict(models), threads=threads, options=options)
         for tenant in tenants:
             server.create_key(tenant)
         server.start()
