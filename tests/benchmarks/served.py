@@ -31,7 +31,9 @@ def serving(
     """`hearth serve` with its defaults, but for `options`, on a folder of its own, until the block
     ends; with a key for each tenant, or without any."""
     with tempfile.TemporaryDirectory() as folder:
-        server = RunningServer(Path(folder) / "data", dict(models), threads=threads, options=options)
+        server = RunningServer(
+            Path(folder) / "data", dict(models), threads=threads, options=options
+        )
         for tenant in tenants:
             server.create_key(tenant)
         server.start()
