@@ -350,6 +350,12 @@ class SamplingEngine(Protocol):
         """Stop generating for a request; its `sample` call returns a Failure soon after."""
         ...
 
+    async def update(self, old: str, new: str) -> None:
+        """What is being generated with the adapter in folder `old` goes on with that in `new`,
+        over the keys and values that it has. Both must stay until that has ended. Raises
+        BackendError where it could not be done: what runs there goes on as it was."""
+        ...
+
 
 PauseMode = Literal["wait", "keep", "abort"]
 """What becomes of what is being generated: finished first, frozen until `resume`, or ended."""

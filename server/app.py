@@ -70,6 +70,7 @@ from server.runs import queries as run_queries
 from server.runs.service import Runs
 from server.samplers import queries as sampler_queries
 from server.samplers.gate import Gate
+from server.samplers.inflight import InflightWeights
 from server.samplers.service import Samplers
 from server.settings import Settings, has_gpu
 from server.store.database import AsyncSession, Database, sqlite_url
@@ -275,6 +276,12 @@ class Service:
             runs=runs.registry,
             engines=self._engines,
             gates=self._gates,
+            inflight=InflightWeights(
+                runs.registry,
+                checkpoints_room.storage,
+                self._engines,
+                self._settings.inflight_swap,
+            ),
             max_waiting=self._settings.max_waiting_samples,
             clock=clock,
         )

@@ -151,6 +151,10 @@ class Settings(BaseSettings):
     """Samples of one base model that are with its engine at once; the others wait until it is
     their tenant's turn. By default twice as many as the engine generates at once."""
 
+    inflight_swap: Literal["keep", "wait", "abort"] = "keep"
+    """What samples under way do when in-flight weights are saved anew: go on with the new ones
+    (keep), finish with those they have (wait), or start again from their prompt (abort)."""
+
     stable_reinforce: Literal["closest", "refuse"] = "closest"
     """The vendor's objective of this name is not published: compute the closest one that is (see
     backends/README.md), or refuse the loss."""

@@ -83,6 +83,7 @@ class FakeBackend:
         self.steps: list[list[str]] = []
         self.calls: list[str] = []
         self.sampled: list[SampleRequest] = []
+        self.updates: list[tuple[str, str]] = []
         self.die_in: dict[str, int] = {}
         """After how many more calls of a method it dies in one."""
         self.pass_seconds = 0.0
@@ -193,6 +194,9 @@ class FakeBackend:
 
     async def cancel(self, request_id: str) -> None:
         self._cancelled.add(request_id)
+
+    async def update(self, old: str, new: str) -> None:
+        self.updates.append((old, new))
 
     async def _enter(self, call: str) -> None:
         await self._open.wait()

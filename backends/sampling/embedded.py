@@ -90,6 +90,15 @@ class EmbeddedEngine:
         for job in [j for j in schedule.jobs if j.id == request_id]:
             self._fail(job, CANCELLED)
 
+    def update(self, old: str, new: str) -> None:
+        """Requests with the adapter in `old` go on with that in `new` from the next step. Raises
+        AdapterFolderError."""
+        schedule = self._schedule
+        for job in [job for job in schedule.jobs if job.request.adapter == old]:
+            job.follow(new, self._adapters.get(new))
+        for job in [job for job in schedule.waiting if job.request.adapter == old]:
+            job.follow(new, None)
+
     def abort(self) -> None:
         """Forget every request and every cached prefix, unreported: for a step that broke."""
         self._finished.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -60,6 +60,16 @@ class Job:
     @property
     def done(self) -> bool:
         return None not in self.sequences
+
+    def follow(self, folder: str, adapter: Adapter | None) -> None:
+        """Go on with other weights. What is read stays as it is; a prompt that is not begun yet
+        belongs with those that start with them."""
+        self.request = replace(self.request, adapter=folder)
+        self.adapter = adapter
+        if self.hit_tokens is None:
+            self.key = CacheKey(folder, self.request.cache_namespace)
+            if self.entry is not None:
+                self.entry.key = self.key
 
     def result(self) -> SampleResult:
         return SampleResult(

@@ -66,6 +66,11 @@ class Compute:
                 # Before the next call, which may be a new request of the same id.
                 self._report(self._engine.take_finished())
                 self._send(call_id, messages.Done())
+            case messages.Update(old, new):
+                self._attempt(
+                    lambda: self._update(call_id, old, new),
+                    lambda message: self._send(call_id, messages.Broke(message)),
+                )
             case messages.CheckLoss(loss):
                 self._attempt(
                     lambda: self._send(call_id, messages.Checked(self._trainer.check_loss(loss))),
@@ -126,6 +131,10 @@ class Compute:
         for request_id, deltas in self._engine.progress.take():
             self._send(self._sampling[request_id], messages.Progressed(deltas))
         self._report(finished)
+
+    def _update(self, call_id: int, old: str, new: str) -> None:
+        self._engine.update(old, new)
+        self._send(call_id, messages.Done())
 
     def _report(self, finished: Sequence[tuple[str, SampleResult | Failure]]) -> None:
         for request_id, result in finished:

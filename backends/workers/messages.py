@@ -79,12 +79,19 @@ class Cancel(Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Update(Struct, frozen=True, tag=True):
+    """Of the weights under requests."""
+
+    old: str
+    new: str
+
+
 class Stop(Struct, frozen=True, tag=True):
     """Leave after the microbatch or token under way."""
 
 
 TrainingCall = Describe | Create | RunForwardBackward | RunOptimStep | Save | Load | Unload | Memory
-Call = TrainingCall | CheckLoss | Sample | Cancel | Stop
+Call = TrainingCall | CheckLoss | Sample | Cancel | Update | Stop
 
 
 class Failed(Struct, frozen=True, tag=True):

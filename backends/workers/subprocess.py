@@ -188,6 +188,9 @@ class SubprocessBackend:
     async def cancel(self, request_id: str) -> None:
         await self._call(messages.Cancel(request_id), messages.Done)
 
+    async def update(self, old: str, new: str) -> None:
+        await self._call(messages.Update(old, new), messages.Done)
+
     @classmethod
     async def _spawn(cls, options: Mapping[str, object], log: Log) -> SubprocessBackend:
         ours, theirs = socket.socketpair()

@@ -88,6 +88,9 @@ class SupervisedBackend:
     async def cancel(self, request_id: str) -> None:
         await (await self._live()).cancel(request_id)
 
+    async def update(self, old: str, new: str) -> None:
+        await (await self._live()).update(old, new)
+
     async def _live(self) -> SubprocessBackend:
         """The worker, started if need be. The first start fails at once when it fails, since
         then the settings are wrong; later ones are tried for ever, with growing pauses."""

@@ -210,7 +210,7 @@ class Execution:
         def point_at_it() -> None:
             if inflight:
                 self._checkpoints.retire(live.run.inflight_folder)
-                live.show_inflight(folder)
+                self._registry.show_inflight(live, folder)
 
         outcome = _json(type="save_weights_for_sampler", sampling_session_id=sampler.id)
         return Executed(job, outcome, also=add, after=point_at_it)

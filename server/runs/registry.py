@@ -17,6 +17,9 @@ from server.core.sequence import RunQueue
 from server.runs.operations import Operation
 from server.runs.parts import lengths_of
 
+OnInflight = Callable[[Run, str], None]
+"""Gets the run as it was, and the folder of its newer weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pending:
@@ -51,10 +54,6 @@ class LiveRun:
             self.unsaved_s += self.open_s
             self.open_s = 0.0
 
-    def show_inflight(self, folder: str) -> None:
-        """From now on the run's inflight samplers use this folder."""
-        self.run = replace(self.run, inflight_folder=folder)
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -79,6 +78,18 @@ class Registry:
         self._busy: defaultdict[str, dict[RunId, LiveRun]] = defaultdict(dict)
         """Those with pending requests, by base model."""
         self._pass_bytes: Counter[TenantId] = Counter()
+        self._listeners: list[OnInflight] = []
+
+    def listen(self, listener: OnInflight) -> None:
+        """Have it told whenever a run's inflight samplers get newer weights."""
+        self._listeners.append(listener)
+
+    def show_inflight(self, live: LiveRun, folder: str) -> None:
+        """From now on the run's inflight samplers use this folder."""
+        before = live.run
+        live.run = replace(before, inflight_folder=folder)
+        for listener in self._listeners:
+            listener(before, folder)
 
     def known(self, run: RunId) -> LiveRun:
         return self._runs[run]

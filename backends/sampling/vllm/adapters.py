@@ -27,6 +27,8 @@ def adapter_name(folder: str) -> str:
 class _Resident:
     loading: asyncio.Task[None]
     users: int = 0
+    newer: str | None = None
+    """The folder whose weights its requests go on with; new ones hold that instead."""
 
 
 class ReplicaAdapters:
@@ -50,6 +52,7 @@ class ReplicaAdapters:
         if folder is None:
             yield BASE
             return
+        folder = self._newest(folder)
         resident = self._resident.get(folder) or self._open(folder)
         self._resident.move_to_end(folder)
         resident.users += 1
@@ -60,10 +63,24 @@ class ReplicaAdapters:
             yield adapter_name(folder)
         finally:
             resident.users -= 1
+            self._drop_replaced()
+
+    def replace(self, old: str, new: str) -> list[str]:
+        """From now on `new` is held instead of `old`. Gives the names under which requests go on
+        with older weights."""
+        behind = [f for f, r in self._resident.items() if old in (f, r.newer)]
+        for folder in behind:
+            self._resident[folder].newer = new
+        self._drop_replaced()
+        return [adapter_name(folder) for folder in behind if folder in self._resident]
 
     def forget(self, folder: str) -> None:
         """The replica turned out not to hold it."""
         self._resident.pop(folder, None)
+
+    def _newest(self, folder: str) -> str:
+        resident = self._resident.get(folder)
+        return folder if resident is None or resident.newer is None else resident.newer
 
     def _open(self, folder: str) -> _Resident:
         resident = _Resident(asyncio.create_task(self._load(folder)))
@@ -92,10 +109,18 @@ class ReplicaAdapters:
         surplus = len(self._resident) - self._capacity
         idle = [f for f, r in self._resident.items() if not r.users and r.loading.done()]
         for folder in idle[: max(0, surplus)]:
-            del self._resident[folder]
-            task = asyncio.create_task(self._unload(folder))
-            self._leaving[folder] = task
-            task.add_done_callback(lambda _, folder=folder: self._leaving.pop(folder))
+            self._drop(folder)
+
+    def _drop_replaced(self) -> None:
+        for folder, resident in list(self._resident.items()):
+            if resident.newer is not None and not resident.users and resident.loading.done():
+                self._drop(folder)
+
+    def _drop(self, folder: str) -> None:
+        del self._resident[folder]
+        task = asyncio.create_task(self._unload(folder))
+        self._leaving[folder] = task
+        task.add_done_callback(lambda _: self._leaving.pop(folder))
 
     async def _unload(self, folder: str) -> None:
         # A replica that is gone, or has forgotten it, does not hold it either.

@@ -75,15 +75,19 @@ class ReplicaClient:
                 yield event
         raise ReplicaLost(f"{self.url} ended a stream in the middle")
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        await self._control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+    async def load_adapter(self, name: str, folder: str, *, in_place: bool = False) -> None:
+        """`in_place` replaces the weights that the name has, under running requests too."""
+        body = {"lora_name": name, "lora_path": folder, "load_inplace": in_place}
+        await self._control("/v1/load_lora_adapter", body)
 
     async def unload_adapter(self, name: str) -> None:
         await self._control("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def pause(self, mode: PauseMode) -> None:
         """New requests wait from now on; returns when `mode` is done with the running ones."""
-        await self._control("/pause", {}, params={"mode": mode})
+        # It would forget what the frozen ones have read, and read it again after `resume`.
+        clear_cache = str(mode != "keep").lower()
+        await self._control("/pause", {}, params={"mode": mode, "clear_cache": clear_cache})
 
     async def resume(self) -> None:
         await self._control("/resume", {})

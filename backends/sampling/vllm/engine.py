@@ -80,6 +80,10 @@ class VllmEngine:
         if task is not None:
             task.cancel()
 
+    async def update(self, old: str, new: str) -> None:
+        """On all replicas; what one of them cannot do is done on the others."""
+        await self.fleet.update(old, new)
+
     def replicas(self) -> list[ReplicaStatus]:
         return [replica.status for replica in self.fleet.replicas]
 

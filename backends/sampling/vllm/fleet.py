@@ -45,6 +45,13 @@ class Fleet:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
+    async def update(self, old: str, new: str) -> None:
+        """Raises what the first replica raised that could not, once all are through."""
+        updates = (replica.update(old, new) for replica in self.replicas)
+        for failed in await asyncio.gather(*updates, return_exceptions=True):
+            if failed is not None:
+                raise failed
+
     def replica(self, name: str) -> Replica:
         """Raises KeyError."""
         return {replica.name: replica for replica in self.replicas}[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from backends.contract import BackendError
 from backends.sampling.vllm.adapters import BASE
@@ -27,6 +28,9 @@ class RemoteServer:
         try:
             if not await client.healthy():
                 raise BackendError(f"no vLLM answers at {url}")
+            # A service that was killed may have left it paused. Without its controls it cannot be.
+            with suppress(Refused):
+                await client.resume()
             await _check(client, facts)
         except BaseException:
             await client.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -66,6 +66,7 @@ class Replica:
         self._host: Host | None = None
         self._client: ReplicaClient | None = None
         self._adapters: ReplicaAdapters | None = None
+        self._control = asyncio.Lock()
         self._lost = asyncio.Event()
         self._started_at = 0.0
 
@@ -130,9 +131,20 @@ class Replica:
             return
         if self.ready:
             self.interruptions += mode == "abort"
-            with self._controlling():
+            async with self._controlling():
                 await self.client.pause(mode)
                 self.frozen = True
+
+    async def update(self, old: str, new: str) -> None:
+        """Requests with the adapter in `old` go on with that in `new`. Raises BackendError."""
+        if not self.ready:
+            return
+        async with self._controlling():
+            if names := self.adapters.replace(old, new):
+                log.info("weights_replaced", replica=self.name, names=names, folder=new)
+                async with nullcontext() if self.frozen else self._paused():
+                    for name in names:
+                        await self.client.load_adapter(name, new, in_place=True)
 
     async def drain(self) -> None:
         self._standing = "draining"
@@ -196,16 +208,32 @@ class Replica:
 
     async def _unfreeze(self) -> None:
         if self.frozen:
-            with self._controlling():
+            async with self._controlling():
                 await self.client.resume()
             self.frozen = False
 
-    @contextmanager
-    def _controlling(self) -> Generator[None]:
+    @asynccontextmanager
+    async def _controlling(self) -> AsyncGenerator[None]:
+        """One who tells it what to do at a time."""
         try:
-            yield
+            async with self._control:
+                yield
         except (ReplicaLost, Refused) as error:
             raise BackendError(f"{self.name} cannot be controlled: {error}") from error
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncGenerator[None]:
+        """Nothing is generated for anybody meanwhile: what runs is frozen, what comes waits."""
+        try:
+            await self.client.pause("keep")
+            try:
+                yield
+            finally:
+                await self.client.resume()
+        except ReplicaLost:
+            # It may stand still for ever: have it started, or found, again.
+            self._lost.set()
+            raise
 
     async def _wait_lost(self) -> str:
         assert self._host is not None

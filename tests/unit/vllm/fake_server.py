@@ -38,7 +38,7 @@ class FakeServer:
         await self.open.wait()
         if "bad" in body["lora_path"]:
             return problem(500, "LoRA rank 64 is greater than max_lora_rank 32.")
-        if body["lora_name"] in self.loaded:
+        if body["lora_name"] in self.loaded and not body["load_inplace"]:
             return problem(400, "The lora adapter has already been loaded.")
         self.loaded[body["lora_name"]] = body["lora_path"]
         return web.Response(text="Success")

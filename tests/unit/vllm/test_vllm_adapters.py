@@ -93,3 +93,23 @@ async def test_an_adapter_that_somebody_else_loaded_there_is_used(
 ):
     fake.loaded[adapter_name("x")] = "x"
     await use(adapters, "x")
+
+
+async def test_those_that_use_an_older_one_follow_it_through_every_newer_one(
+    fake: FakeServer, adapters: ReplicaAdapters
+):
+    async with adapters.hold("v1") as first:
+        assert adapters.replace("v1", "v2") == [first]
+        async with adapters.hold("v1") as second:
+            assert second == adapter_name("v2")
+            assert adapters.replace("v2", "v3") == [first, second]
+    assert adapters.folders == frozenset()
+
+
+async def test_one_that_nobody_uses_is_not_replaced_but_left(
+    fake: FakeServer, adapters: ReplicaAdapters
+):
+    await use(adapters, "v1")
+    assert adapters.replace("v1", "v2") == []
+    assert adapters.folders == frozenset()
+    assert adapters.replace("never held", "v2") == []
