@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 READY = re.compile(r"Hearth is ready at (http://\S+)")
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 600
 
 
 class RunningServer:
@@ -23,11 +24,13 @@ class RunningServer:
         models: dict[str, Path],
         settings: dict[str, str] | None = None,
         threads: int = 1,
+        options: Sequence[str] = (),
     ):
         self.data = data
         self.models = models
         self.threads = threads
         self.settings = settings or {}
+        self.options = options
         self.keys: dict[str, str] = {}
         self.url = ""
         self._port = 0
@@ -47,7 +50,7 @@ class RunningServer:
         for name, path in self.models.items():
             arguments += ["--model", f"{name}={path}"]
         arguments += ["--port", str(self._port), "--data", str(self.data)]
-        arguments += ["--threads", str(self.threads)]
+        arguments += ["--threads", str(self.threads), *self.options]
         written = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("a") as output:
             self._process = subprocess.Popen(

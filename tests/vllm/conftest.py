@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from backends.model import FrozenModel
 from backends.sampling.embedded import EmbeddedEngine
 from backends.sampling.vllm.engine import VllmEngine
+from tests.e2e.conftest import SDK_LEAKS
 from tests.vllm.material import (
     ADAPTERS,
     PYTHON,
@@ -25,6 +26,11 @@ from tests.vllm.material import (
 )
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for leak in SDK_LEAKS:
+        config.addinivalue_line("filterwarnings", leak)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
