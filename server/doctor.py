@@ -31,7 +31,8 @@ VERSIONS = ("hearth", "fastapi", "sqlalchemy", "torch", "transformers", "peft", 
 
 
 def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
-    console = Console(emoji=False, markup=False)  # what users name is not ours to interpret
+    # Names of runs and addresses are text: `:train:` is no picture, `[::1]` no style.
+    console = Console(emoji=False, markup=False)
     console.print(_versions())
     console.print(_machine(settings))
     console.print(_settings(settings, flags))

@@ -1,7 +1,8 @@
 """How the commands of one machine find the server that runs on a data folder.
 
 A server that is ready leaves its address and a token of its own in the folder, for the owner of
-the process alone; they are gone, or worthless, when it is.
+the process alone; they are gone, or worthless, when it is. The token also lies alone in a file, for
+what can read a credential from one and nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 
 _FILE = "live.json"
+_TOKEN_FILE = "operator.token"
 _TIMEOUT_S = 10.0
 _CONTROL_S = 150.0
 """An engine takes a while to stop what it does."""
@@ -29,11 +31,8 @@ class LiveServer:
     token: str
 
     def announce(self, data: Path) -> None:
-        part = data / f"{_FILE}.part"
-        part.unlink(missing_ok=True)
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(asdict(self), file)
-        part.replace(data / _FILE)
+        _write(data / _TOKEN_FILE, self.token)
+        _write(data / _FILE, json.dumps(asdict(self)))
 
     @classmethod
     def find(cls, data: Path) -> LiveServer | None:
@@ -70,4 +69,14 @@ class LiveServer:
 
 def withdraw(data: Path) -> None:
     """The server on this folder is over."""
-    (data / _FILE).unlink(missing_ok=True)
+    for name in (_FILE, _TOKEN_FILE):
+        (data / name).unlink(missing_ok=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """For the owner of the process alone; there whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    part.replace(path)

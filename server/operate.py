@@ -37,7 +37,9 @@ class Switch(StrEnum):
 @replicas.command("list")
 def list_replicas(data: Data = None) -> None:
     """Show every replica and how it is."""
-    Console().print(table(_ask(data, lambda server: server.get("replicas"))))
+    Console(emoji=False, markup=False).print(
+        table(_ask(data, lambda server: server.get("replicas")))
+    )
 
 
 @replicas.command()

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from server import cli
 from server.cli import app
+from server.live import LiveServer, withdraw
 
 runner = CliRunner()
 
@@ -83,3 +84,29 @@ def test_the_doctor_runs_without_a_model():
     result = run("doctor")
     assert result.exit_code == 0
     assert "Features" in result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "replicas list",
+        "replicas pause r",
+        "replicas drain r",
+        "replicas resume r",
+        "maintenance on",
+    ],
+)
+def test_a_server_that_does_not_run_cannot_be_operated(command: str, data: Path):
+    done = run(*command.split())
+    assert done.exit_code == 1
+    assert f"hearth: no server runs on the data folder {data}" in done.output
+
+
+def test_a_server_that_is_gone_leaves_nothing_to_operate(data: Path):
+    LiveServer("http://127.0.0.1:1", "token").announce(data)
+    assert (data / "operator.token").read_text() == "token"
+    assert (data / "operator.token").stat().st_mode & 0o077 == 0
+    assert run("maintenance", "on").exit_code == 1
+    withdraw(data)
+    assert LiveServer.find(data) is None
+    assert not (data / "operator.token").exists()

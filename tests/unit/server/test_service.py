@@ -159,6 +159,14 @@ async def test_others_are_let_in_only_with_keys(data: Path):
     await service.stop()
 
 
+async def test_servers_of_one_model_cannot_sample_two(data: Path):
+    backends = {MODEL: FakeBackend(), "tiny/other": FakeBackend()}
+    service = new_service(data, backends, engine="vllm", engine_urls=("http://127.0.0.1:1",))
+    with pytest.raises(StartRefused, match="of one base model"):
+        await service.start()
+    await service.stop()
+
+
 async def test_a_model_that_cannot_be_loaded_is_told_by_the_app(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ):
