@@ -79,10 +79,6 @@ class FrozenModel:
         return self._config.max_position_embeddings
 
     @property
-    def num_layers(self) -> int:
-        return self._config.num_hidden_layers
-
-    @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self._model.parameters())
 

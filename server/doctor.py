@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from sqlalchemy import make_url
 
 from server import operate
@@ -109,9 +109,9 @@ def _features(engine_python: Path) -> Table:
 
 def _memory(model: str, memory: Mapping[str, Any]) -> Table:
     """What the runs of one base model take in the server that runs on this data folder."""
-    table = Table(
-        "run", "weights", "moments", "gradient", "together", "in", title=f"Memory: {model}"
-    )
+    run_id = Column("run", overflow="fold")  # one that is cut is of no use
+    columns = ("weights", "moments", "gradient", "together", "in")
+    table = Table(run_id, *columns, title=f"Memory: {model}")
     table.add_row("(base model)", "", "", "", _mebibytes(memory["base_model"]), "")
     for run, use in sorted(memory["runs"].items()):
         parts = [use["weights"], use["moments"], use["gradient"]]

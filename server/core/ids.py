@@ -58,10 +58,6 @@ def sequence_ids(request: RequestId, num_samples: int) -> list[str]:
     return [f"{request}:{index}" for index in range(num_samples)]
 
 
-def clone_of(seq_id: int) -> int:
-    return seq_id // CLONE_SIZE
-
-
 def user_urn(tenant: TenantId) -> str:
     """A tenant as the SDK names the owner of something."""
     return f"tml:organization_user:{tenant}"

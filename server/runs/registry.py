@@ -16,6 +16,7 @@ from server.core.requests import Job, Slice
 from server.core.sequence import RunQueue
 from server.runs.operations import Operation
 from server.runs.parts import lengths_of
+from server.store.bell import Bell
 
 OnInflight = Callable[[Run, str], None]
 """Gets the run as it was, and the folder of its newer weights."""
@@ -79,6 +80,8 @@ class Registry:
         """Those with pending requests, by base model."""
         self._pass_bytes: Counter[TenantId] = Counter()
         self._listeners: list[OnInflight] = []
+        self.finished: Bell[TenantId] = Bell()
+        """Rings for a tenant when one of its jobs has an outcome."""
 
     def listen(self, listener: OnInflight) -> None:
         """Have it told whenever a run's inflight samplers get newer weights."""
@@ -145,6 +148,7 @@ class Registry:
         self._pass_bytes[job.tenant] -= live.pending.pop(job.request).payload_bytes
         if not live.pending:
             del self._busy[live.run.base_model][job.run]
+        self.finished.ring(job.tenant)
 
     def _remember(self, live: LiveRun) -> LiveRun:
         """Another request may have loaded it in the meantime."""

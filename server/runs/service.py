@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
@@ -64,6 +65,7 @@ class Runs:
         catalogue: Catalogue,
         lora_alpha: float | None,
         max_pass_bytes: int,
+        room_wait_s: float = 10.0,
         clock: Callable[[], float],
         wake: Callable[[str], None],
         refuse_stable_reinforce: bool = False,
@@ -74,6 +76,7 @@ class Runs:
         self._catalogue = catalogue
         self._lora_alpha = lora_alpha
         self._max_pass_bytes = max_pass_bytes
+        self._room_wait_s = room_wait_s
         self._arriving_bytes: Counter[TenantId] = Counter()
         self._clock = clock
         self._wake = wake
@@ -148,7 +151,7 @@ class Runs:
             self._request(tenant, live.run, submission.seq_id, kind, body, content_type),
             tokens=operation.num_tokens,
         )
-        with self._room(live, request):
+        async with self._room(live, request):
             return await self._submit_pass(live, request, submission)
 
     async def _submit_pass(
@@ -210,24 +213,36 @@ class Runs:
         await self._sessions.open(tenant, live.run.session_id)
         return live
 
-    @contextmanager
-    def _room(self, live: LiveRun, request: Request) -> Generator[None]:
+    @asynccontextmanager
+    async def _room(self, live: LiveRun, request: Request) -> AsyncGenerator[None]:
         """Holds a place for a pass until it is queued. Raises PassesFull when the tenant may not
-        have that much more waiting. What was accepted before, or is what others wait for, always
-        finds room."""
+        have that much more waiting, and no room was made for a while: the client would come back
+        only after longer and longer pauses, in which the device may run dry."""
         owner, num_bytes = request.owner, len(request.payload or b"")
-        waiting = self.registry.pass_bytes(owner) + self._arriving_bytes[owner]
-        expected = request.id in live.pending or live.queue.holds_up(request.seq)
-        if waiting and waiting + num_bytes > self._max_pass_bytes and not expected:
-            raise PassesFull(
-                f"{waiting} bytes of training data are waiting already, of "
-                f"{self._max_pass_bytes} at most; come back shortly"
-            )
+        ends = time.monotonic() + self._room_wait_s
+        while not self._fits(live, request):
+            with self.registry.finished.listen(owner) as ring:
+                rung = await ring.within(ends - time.monotonic())
+                if not rung and not self._fits(live, request):
+                    raise PassesFull(
+                        f"{self._waiting_bytes(owner)} bytes of training data are waiting already, "
+                        f"of {self._max_pass_bytes} at most; come back shortly"
+                    )
         self._arriving_bytes[owner] += num_bytes
         try:
             yield
         finally:
             self._arriving_bytes[owner] -= num_bytes
+
+    def _fits(self, live: LiveRun, request: Request) -> bool:
+        """What was accepted before, or is what others wait for, always does."""
+        waiting = self._waiting_bytes(request.owner)
+        fits = waiting + len(request.payload or b"") <= self._max_pass_bytes
+        expected = request.id in live.pending or live.queue.holds_up(request.seq)
+        return not waiting or fits or expected
+
+    def _waiting_bytes(self, owner: TenantId) -> int:
+        return self.registry.pass_bytes(owner) + self._arriving_bytes[owner]
 
     async def _refuse(self, live: LiveRun, request: Request, why: str) -> Request:
         """Journal a request that will not run, with its error."""

@@ -106,10 +106,6 @@ class Ledger:
     def now(self) -> float:
         return self._clock()
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     async def submit(self, request: Request, also: Also | None = None) -> tuple[Request, bool]:
         """Journal a request; returns the one that stands there, and whether it is the caller's
         to carry out: nobody in this process has been given it before.

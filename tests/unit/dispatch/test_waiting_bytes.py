@@ -42,6 +42,19 @@ async def test_more_than_that_is_refused_until_some_is_done(place: Workplace):
     assert (await place.outcome(request)).state is State.DONE
 
 
+async def test_room_that_is_made_soon_is_waited_for(db: Database, data: Path):
+    place = Workplace(db, data, FakeBackend(), Clock(), max_pass_bytes=1, room_wait_s=60.0)
+    run = await place.create()
+    await place.compute(run, 1, TOKENS)
+    second = asyncio.create_task(place.compute(run, 2, TOKENS))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    await place.work()
+    request = await second
+    await place.work()
+    assert (await place.outcome(request)).state is State.DONE
+
+
 async def test_it_is_counted_by_tenant(place: Workplace):
     runs = [await place.create(), await place.create(), await place.create(OTHER)]
     for run in runs[:2]:

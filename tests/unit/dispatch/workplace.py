@@ -46,6 +46,7 @@ class Workplace:
         snapshot_after_s: float = 1e9,
         run_memory_bytes: int = 2**40,
         max_pass_bytes: int = 2**40,
+        room_wait_s: float = 0.0,
         tenant_weights: Mapping[TenantId, float] = MappingProxyType({}),
     ) -> None:
         self.db, self.data, self.backend, self.clock = db, data, backend, clock
@@ -69,6 +70,7 @@ class Workplace:
             catalogue=catalogue,
             lora_alpha=None,
             max_pass_bytes=max_pass_bytes,
+            room_wait_s=room_wait_s,
             clock=clock,
             wake=lambda _: self.dispatcher.wake(),
         )
