@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,18 +100,28 @@ class ReplicaClient:
             return False
 
     async def version(self) -> str:
-        return (await self._asked("/version"))["version"]
+        with self._vllms():
+            return (await self._asked("/version"))["version"]
 
     async def served(self) -> dict[str, int]:
         """Names of the models that it has, the base model and adapters, and how many tokens each
         takes."""
-        models = (await self._asked("/v1/models"))["data"]
-        return {model["id"]: model["max_model_len"] or 0 for model in models}
+        with self._vllms():
+            models = (await self._asked("/v1/models"))["data"]
+            return {model["id"]: model["max_model_len"] or 0 for model in models}
 
     async def metrics(self) -> ReplicaMetrics:
         timeout = _total(_CONNECT_S)
         async with self._answered(self._session.get("/metrics", timeout=timeout)) as response:
             return _read_metrics(await response.text())
+
+    @contextmanager
+    def _vllms(self) -> Generator[None]:
+        """Raises ReplicaLost for an answer that no vLLM gives."""
+        try:
+            yield
+        except (msgspec.DecodeError, ValueError, LookupError, TypeError) as error:
+            raise ReplicaLost(f"{self.url} answers what is no vLLM's: {error}") from error
 
     async def _asked(self, path: str) -> Any:
         async with self._answered(self._session.get(path, timeout=_total(_CONNECT_S))) as response:
@@ -132,10 +142,8 @@ class ReplicaClient:
         return self._answered(call, lost_from=500)
 
     def _answer(self, data: bytes) -> Answer:
-        try:
+        with self._vllms():
             return ANSWER.decode(data)
-        except msgspec.DecodeError as error:
-            raise ReplicaLost(f"{self.url} answers what is no vLLM's: {error}") from error
 
     @asynccontextmanager
     async def _answered(

@@ -32,8 +32,10 @@ class RemoteServer:
             with suppress(Refused):
                 await client.resume()
             await _check(client, facts)
-        except BaseException:
+        except BaseException as error:
             await client.close()
+            if isinstance(error, ReplicaLost):
+                raise BackendError(f"no vLLM answers at {url}: {error}") from error
             raise
         return cls(url, client)
 

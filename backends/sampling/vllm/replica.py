@@ -124,16 +124,16 @@ class Replica:
 
     async def pause(self, mode: PauseMode) -> None:
         """Raises BackendError when the server cannot; it gets nothing new all the same."""
-        self._standing = "paused"
-        if mode == "wait":
-            # What runs finishes by itself: nothing new comes.
-            await self._unfreeze()
-            return
-        if self.ready:
-            self.interruptions += mode == "abort"
-            async with self._controlling():
-                await self.client.pause(mode)
+        async with self._controlling():
+            self._standing = "paused"
+            if mode == "wait":
+                # What runs finishes by itself: nothing new comes.
+                await self._unfreeze()
+            elif self.ready:
+                self.interruptions += mode == "abort"
+                # Before the call: one that is given up here may take effect there.
                 self.frozen = True
+                await self.client.pause(mode)
 
     async def update(self, old: str, new: str) -> None:
         """Requests with the adapter in `old` go on with that in `new`. Raises BackendError."""
@@ -147,12 +147,14 @@ class Replica:
                         await self.client.load_adapter(name, new, in_place=True)
 
     async def drain(self) -> None:
-        self._standing = "draining"
-        await self._unfreeze()
+        async with self._controlling():
+            self._standing = "draining"
+            await self._unfreeze()
 
     async def resume(self) -> None:
-        await self._unfreeze()
-        self._standing = "ready"
+        async with self._controlling():
+            await self._unfreeze()
+            self._standing = "ready"
 
     async def start(self) -> None:
         """Raises BackendError when it cannot be had: then the settings are wrong."""
@@ -190,6 +192,9 @@ class Replica:
                     await self.start()
                 except BackendError as error:
                     log.warning("replica_not_started", replica=self.name, reason=str(error))
+                except Exception:
+                    # Whatever it is, without this loop the replica would never come back.
+                    log.exception("replica_not_started", replica=self.name)
             changed()
 
     async def report_lost(self) -> None:
@@ -207,9 +212,9 @@ class Replica:
             await host.stop()
 
     async def _unfreeze(self) -> None:
+        """For who is controlling it."""
         if self.frozen:
-            async with self._controlling():
-                await self.client.resume()
+            await self.client.resume()
             self.frozen = False
 
     @asynccontextmanager
@@ -224,14 +229,20 @@ class Replica:
     @asynccontextmanager
     async def _paused(self) -> AsyncGenerator[None]:
         """Nothing is generated for anybody meanwhile: what runs is frozen, what comes waits."""
-        try:
+        with self._lost_by(ReplicaLost):
             await self.client.pause("keep")
             try:
                 yield
             finally:
-                await self.client.resume()
-        except ReplicaLost:
-            # It may stand still for ever: have it started, or found, again.
+                with self._lost_by(Refused):
+                    await self.client.resume()
+
+    @contextmanager
+    def _lost_by(self, error: type[Exception]) -> Generator[None]:
+        """It may stand still for ever: have it started, or found, again."""
+        try:
+            yield
+        except error:
             self._lost.set()
             raise
 

@@ -18,7 +18,7 @@ class FakeServer:
         self.loaded: dict[str, str] = {}
         self.log: list[tuple[str, Any]] = []
         self.open = asyncio.Event()
-        """What waits for it holds every answer to a load back."""
+        """While it is not set, nothing is loaded or paused."""
         self.open.set()
         self.broken: list[int] = []
         """Statuses that the next calls to generate are answered with."""
@@ -76,6 +76,7 @@ class FakeServer:
 
     async def pause(self, request: web.Request) -> web.Response:
         self.log.append(("pause", request.query["mode"]))
+        await self.open.wait()
         self.flowing.clear()
         if request.query["mode"] == "abort":
             self._aborted.set()
@@ -91,6 +92,8 @@ class FakeServer:
         return web.json_response({"version": "0.0.fake"})
 
     async def models(self, _: web.Request) -> web.Response:
+        if self.served_name == "<html>":
+            return web.Response(text="<html>")
         base = {"id": self.served_name, "max_model_len": self.max_model_len}
         return web.json_response({"data": [base]})
 

@@ -105,6 +105,18 @@ async def test_a_replica_that_an_operator_has_paused_stays_paused(
     assert isinstance(await running, SampleResult)
 
 
+async def test_a_resume_right_behind_a_pause_comes_after_it(engine: VllmEngine, fake: FakeServer):
+    running = await under_way(engine, fake)
+    fake.open.clear()
+    pausing = asyncio.create_task(engine.pause("replica", "keep"))
+    await logged(fake, ("pause", "keep"))
+    resuming = asyncio.create_task(engine.resume("replica"))
+    await asyncio.sleep(0.01)
+    fake.open.set()
+    await asyncio.gather(pausing, resuming)
+    assert isinstance(await running, SampleResult)
+
+
 async def test_weights_that_are_refused_leave_requests_as_they_were(
     engine: VllmEngine, fake: FakeServer
 ):

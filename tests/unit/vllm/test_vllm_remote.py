@@ -55,5 +55,10 @@ async def test_a_model_by_another_name_is_not_found(fake: FakeServer, url: str):
     assert "serves org/name: start it with --served-model-name base" in await refusal(url)
 
 
+async def test_what_is_no_vllm_is_said(fake: FakeServer, url: str):
+    fake.served_name = "<html>"
+    assert "answers what is no vLLM's" in await refusal(url)
+
+
 async def test_nobody_there_is_said(url: str):
     assert "no vLLM answers" in await refusal("http://127.0.0.1:1")
