@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -51,8 +52,15 @@ class ReplicaClient:
             headers={"Content-Type": "application/json"},
             read_bufsize=_LONGEST_LINE,
         )
+        self._calls: set[asyncio.Timeout] = set()
+        """Of each call under way, what can end it."""
 
     async def close(self) -> None:
+        """Calls under way raise ReplicaLost. Their connections being closed would not end them:
+        aiohttp leaves whoever reads a stream waiting."""
+        now = asyncio.get_running_loop().time()
+        while self._calls:
+            self._calls.pop().reschedule(now)
         await self._session.close()
 
     async def generate(self, body: Body, session: str = "") -> Answer:
@@ -152,7 +160,7 @@ class ReplicaClient:
         """The response, if its status is 200. From `lost_from` on the status means that the engine
         is gone; a control call answers 500 for what is wrong with an adapter, too."""
         try:
-            async with call as response:
+            async with self._until_closed(), call as response:
                 if response.status != 200:
                     message = _message(await response.read())
                     if response.status >= lost_from or _ENGINE_DEAD in message:
@@ -161,6 +169,16 @@ class ReplicaClient:
                 yield response
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ReplicaLost(f"{self.url}: {error!r}") from error
+
+    @asynccontextmanager
+    async def _until_closed(self) -> AsyncGenerator[None]:
+        """Raises TimeoutError in the block when this is closed."""
+        async with asyncio.timeout(None) as end:
+            self._calls.add(end)
+            try:
+                yield
+            finally:
+                self._calls.discard(end)
 
 
 def _total(seconds: float) -> aiohttp.ClientTimeout:
