@@ -20,7 +20,6 @@ from torch.optim.adamw import adamw
 
 from backends.contract import Failure, OptimStep
 from backends.lora.adapter import Layout
-from backends.optimizers.norms import norms
 
 _LARGEST_NORM = 1e18
 """AdamW squares the gradient in float32: beyond this the second moment overflows for ever."""
@@ -55,17 +54,16 @@ class Update(NamedTuple):
     hyper: OptimStep
 
 
-def step(updates: Sequence[Update]) -> list[float | Failure]:
-    """Take the steps and give back each gradient's norm before clipping; a Failure changes
-    nothing."""
-    found = norms([update.gradient for update in updates])
+def step(updates: Sequence[Update], norms: Sequence[float]) -> list[float | Failure]:
+    """Take the steps. `norms` are those of the whole gradients, of which this process may have
+    but a part; they come back, or a Failure where nothing has changed."""
     scales = [
         _clip_coefficient(norm, update.hyper.grad_clip_norm)
-        for update, norm in zip(updates, found, strict=True)
+        for update, norm in zip(updates, norms, strict=True)
     ]
     outcomes = [
         norm if norm * scale < _LARGEST_NORM else _too_large(norm)
-        for norm, scale in zip(found, scales, strict=True)
+        for norm, scale in zip(norms, scales, strict=True)
     ]
     good = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
     clipped = [i for i in good if scales[i] < 1.0]
@@ -129,10 +127,10 @@ def save(moments: Moments | None, num_steps: int, layout: Layout, path: Path) ->
     save_file(tensors, path, metadata={"format": "pt", "num_steps": str(num_steps)})
 
 
-def load(layout: Layout, path: Path, device: torch.device) -> tuple[Moments | None, int]:
-    """Those saved for an adapter of the same layout, and the steps they come from. Raises
-    OSError or SafetensorError when the file cannot be read or lacks a tensor, ValueError when
-    one has another shape."""
+def load(layout: Layout, path: Path) -> tuple[Moments | None, int]:
+    """Those saved for an adapter of the same layout, on the CPU, and the steps they come from.
+    Raises OSError or SafetensorError when the file cannot be read or lacks a tensor, ValueError
+    when one has another shape."""
     with safe_open(path, framework="pt") as file:
         num_steps = int(file.metadata()["num_steps"])
         if num_steps == 0:
@@ -141,4 +139,4 @@ def load(layout: Layout, path: Path, device: torch.device) -> tuple[Moments | No
             layout.flat(lambda name, kind=kind: file.get_tensor(f"{name}.{kind}"))
             for kind in ("exp_avg", "exp_avg_sq")
         ]
-        return Moments(*flats).to(device), num_steps
+        return Moments(*flats), num_steps

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from backends.contract import (
@@ -18,8 +20,24 @@ from backends.contract import (
 )
 from backends.lora.adapter import Adapter
 from backends.losses import loss_of
-from backends.optimizers.norms import norms
+from backends.training.ranks import Part, Ranks
 from backends.training.run_state import RunState
+
+
+class _Datum(NamedTuple):
+    """What came of one datum."""
+
+    outputs: dict[str, np.ndarray]
+    loss: float
+    metrics: dict[str, float]
+
+
+class Parcel(NamedTuple):
+    """What a rank found for one lane: of the datums that it computed, by number, and what went
+    wrong."""
+
+    data: dict[int, _Datum]
+    failure: Failure | None
 
 
 class Lane:
@@ -34,14 +52,13 @@ class Lane:
         self.loss = loss_of(request)
         self._run = run
         self._num_before = 0
-        self._outputs: dict[int, dict[str, np.ndarray]] = {}
-        self._losses: dict[int, float] = {}
-        self._metrics: dict[int, dict[str, float]] = {}
-        self.gradient: Tensor | None = None
+        self._data: dict[int, _Datum] = {}
+        self._gradient: Tensor | None = None
         self._failure: Failure | None = None
 
     @property
     def adapter(self) -> Adapter:
+        """What this process has of it."""
         return self._run.adapter
 
     @property
@@ -52,6 +69,12 @@ class Lane:
     @property
     def failed(self) -> bool:
         return self._failure is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether its gradient is all that there will be of it."""
+        wanted = self.request.backward and self.num_data > 0
+        return wanted and not self.failed and not self.request.more
 
     @property
     def open(self) -> bool:
@@ -73,12 +96,11 @@ class Lane:
         self, datum: int, logprobs: np.ndarray, loss: np.ndarray, metrics: dict[str, float]
     ) -> None:
         """Keep a datum's outputs, or fail over one that is not finite. May be repeated."""
-        number = self._num_before + datum
-        self._outputs[number] = {"logprobs": logprobs}
+        outputs = {"logprobs": logprobs}
         if loss.shape == logprobs.shape:
-            self._outputs[number]["elementwise_loss"] = loss
-        self._losses[number] = float(loss.sum(dtype=np.float64))
-        self._metrics[number] = metrics
+            outputs["elementwise_loss"] = loss
+        of_datum = _Datum(outputs, float(loss.sum(dtype=np.float64)), metrics)
+        self._data[self._num_before + datum] = of_datum
         for name, values in (("logprob", logprobs), ("loss", loss)):
             if not np.isfinite(values).all():
                 position = int(np.argwhere(~np.isfinite(values))[0][0])
@@ -88,18 +110,36 @@ class Lane:
                 )
                 self.fail_datum(datum, reason, "user")
 
+    def parcel(self) -> Parcel:
+        """What this process found in the part at hand."""
+        new = {n: datum for n, datum in self._data.items() if n >= self._num_before}
+        return Parcel(new, self._failure)
+
+    def gather(self, parcels: Sequence[Parcel]) -> None:
+        """Take up what all ranks found; of several failures the first is that of all."""
+        failures = [parcel.failure for parcel in parcels]
+        self._failure = next((failure for failure in failures if failure is not None), None)
+        for parcel in parcels:
+            self._data |= parcel.data
+
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a microbatch's part float32[P]; takes it over."""
-        if self.gradient is None:
-            self.gradient = gradient
+        if self._gradient is None:
+            self._gradient = gradient
         else:
-            self.gradient.add_(gradient)
+            self._gradient.add_(gradient)
 
-    def hand_over(self, finite: bool) -> None:
-        """Give the gradient to the run, or fail over one that is not finite."""
-        assert self.gradient is not None
+    def part(self) -> Part:
+        """The gradient that this process has found: zero if no datum came here."""
+        flat = self._gradient
+        if flat is None:
+            flat = torch.zeros_like(self.adapter.flat)
+        return Part(self._run.whole, flat)
+
+    def hand_over(self, gradient: Tensor, finite: bool) -> None:
+        """Give the run the request's gradient, or fail over one that is not finite."""
         if finite:
-            self._run.add_gradient(self.gradient)
+            self._run.add_gradient(gradient)
         else:
             self.fail("the loss is finite but its gradient is not; it is dropped", "user")
 
@@ -109,15 +149,15 @@ class Lane:
         return Partial() if self.request.more else self._result()
 
     def _result(self) -> LossResult:
-        outputs = tuple(self._outputs[i] for i in range(self.num_data))
-        loss = sum(self._losses[i] for i in range(len(outputs)))
-        return LossResult(outputs=outputs, metrics={"loss:sum": loss, **self._reduced()})
+        data = [self._data[i] for i in range(self.num_data)]
+        metrics = {"loss:sum": sum(datum.loss for datum in data), **self._reduced(data)}
+        return LossResult(outputs=tuple(datum.outputs for datum in data), metrics=metrics)
 
-    def _reduced(self) -> dict[str, float]:
+    def _reduced(self, data: Sequence[_Datum]) -> dict[str, float]:
         """Over datums, by the rule of the suffix; the client combines its chunks likewise."""
         by_name: dict[str, list[float]] = {}
-        for datum in self._metrics.values():
-            for name, value in datum.items():
+        for datum in data:
+            for name, value in datum.metrics.items():
                 by_name.setdefault(name, []).append(value)
         return {
             name: sum(values) / len(values) if name.endswith(":mean") else sum(values)
@@ -127,23 +167,24 @@ class Lane:
         }
 
 
-def finish_together(lanes: Sequence[Lane]) -> list[PassOutcome]:
+def finish_together(lanes: Sequence[Lane], ranks: Ranks) -> list[PassOutcome]:
     """Give each run the gradients of its requests that are complete, if everything about them is
     finite. The lane of a Partial is still open."""
-    complete = [
-        (lane, lane.gradient)
-        for lane in lanes
-        if lane.gradient is not None and not lane.failed and not lane.request.more
-    ]
-    finite = _finite([gradient for _, gradient in complete])
-    for (lane, _), good in zip(complete, finite, strict=True):
-        lane.hand_over(good)
+    parcels = ranks.exchange([lane.parcel() for lane in lanes])
+    for lane, of_lane in zip(lanes, zip(*parcels, strict=True), strict=True):
+        lane.gather(of_lane)
+    complete = [lane for lane in lanes if lane.complete]
+    gradients = ranks.add_up([lane.part() for lane in complete])
+    finite = _finite(gradients, ranks)
+    for lane, gradient, good in zip(complete, gradients, finite, strict=True):
+        lane.hand_over(gradient.flat, good)
     return [lane.outcome() for lane in lanes]
 
 
-def _finite(gradients: Sequence[Tensor]) -> list[bool]:
+def _finite(parts: Sequence[Part], ranks: Ranks) -> list[bool]:
     """By the norm first, which reads each once; it may overflow where no entry does."""
-    return [
-        math.isfinite(norm) or bool(gradient.isfinite().all())
-        for gradient, norm in zip(gradients, norms(gradients), strict=True)
+    good = [
+        math.isfinite(norm) or bool(part.flat.isfinite().all())
+        for part, norm in zip(parts, ranks.norms(parts), strict=True)
     ]
+    return [all(of_ranks) for of_ranks in zip(*ranks.exchange(good), strict=True)]

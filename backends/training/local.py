@@ -1,176 +1,37 @@
-"""The trainer of one process: runs, and passes over one frozen model."""
+"""The trainer of one process, which has all of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Sequence
 
-from backends.contract import (
-    AdapterSpec,
-    BackendError,
-    Contents,
-    CustomLoss,
-    Failure,
-    ForwardBackward,
-    MemoryReport,
-    ModelInfo,
-    OptimStep,
-    PassOutcome,
-    StepResult,
-)
-from backends.lora.adapter import fresh_adapter, trained_targets
-from backends.losses import LOSSES, graph
-from backends.losses.base import LossRefusedError
 from backends.model import FrozenModel
 from backends.training.activations import Activations, Checkpointing
-from backends.training.checks import refusal
-from backends.training.lane import Lane, finish_together
+from backends.training.lane import Lane
 from backends.training.packed_pass import PackedPass
-from backends.training.run_state import RunFolderError, RunState, step_together
-from backends.training.slots import Slots
+from backends.training.ranks import Alone
+from backends.training.trainer import Trainer
 
 
-class CallRefusedError(BackendError):
-    """This call did nothing, and all else is as it was; the message says why."""
+def local_trainer(
+    model: FrozenModel,
+    max_tokens_per_microbatch: int,
+    activation_checkpointing: Checkpointing = "auto",
+    device_bytes: int | None = None,
+) -> Trainer:
+    """`device_bytes` as in `Trainer`."""
+    activations = Activations(model, activation_checkpointing)
+    passes = _LocalPasses(model, activations, max_tokens_per_microbatch)
+    return Trainer(model, passes, Alone(), device_bytes)
 
 
-class LocalTrainer:
-    """Synchronous, for one thread. What fails for one run comes back as its Failure where the
-    call returns one (an unknown run too, category `server`); create, load and save raise
-    CallRefusedError instead."""
-
-    def __init__(
-        self,
-        model: FrozenModel,
-        max_tokens_per_microbatch: int,
-        activation_checkpointing: Checkpointing = "auto",
-        device_bytes: int | None = None,
-    ) -> None:
-        """`device_bytes` is how much the runs may take of an accelerator (None: what there is);
-        beyond it those least recently used wait in host memory."""
+class _LocalPasses:
+    def __init__(self, model: FrozenModel, activations: Activations, max_tokens: int) -> None:
         self._model = model
-        self._activations = Activations(model, activation_checkpointing)
-        self._max_tokens = max_tokens_per_microbatch
-        self._runs: dict[str, RunState] = {}
-        self._open: dict[str, Lane] = {}
-        """Of requests whose last part is still to come, by run."""
-        self._slots = Slots(self._runs, model.device, device_bytes)
-        self._info = _describe(model)
+        self._activations = activations
+        self._max_tokens = max_tokens
 
-    def info(self) -> ModelInfo:
-        return self._info
-
-    def check_loss(self, loss: CustomLoss) -> str | None:
-        """Why the loss cannot be run, or None."""
-        return graph.refusal(loss)
-
-    def create(self, run: str, spec: AdapterSpec) -> None:
-        """Give the run a fresh adapter in place of what it had."""
-        if spec.rank < 1 or not trained_targets(spec, self._model.targets):
-            raise CallRefusedError(f"run {run}: {spec} trains no layer of this model")
-        adapter = fresh_adapter(spec, self._model.targets, self._model.device)
-        self._replace(run, RunState(adapter))
-
-    def load(self, run: str, directory: str | Path, contents: Contents) -> AdapterSpec:
-        """Replace the run's state by a saved one, or raise CallRefusedError and leave it."""
-        try:
-            state = RunState.load(directory, contents, self._model.targets, self._model.device)
-        except RunFolderError as error:
-            raise CallRefusedError(str(error)) from error
-        self._replace(run, state)
-        return state.adapter.spec
-
-    def save(self, run: str, directory: str | Path, contents: Contents) -> int:
-        """Write the run's folder whole or not at all; its size in bytes."""
-        if run not in self._runs:
-            raise CallRefusedError(_not_loaded(run))
-        return self._runs[run].save(directory, contents, self._model.name)
-
-    def unload(self, run: str) -> None:
-        self._open.pop(run, None)
-        self._runs.pop(run, None)
-
-    def _replace(self, run: str, state: RunState) -> None:
-        self._open.pop(run, None)
-        self._runs[run] = state
-        self._slots.use([run])
-
-    def memory(self) -> MemoryReport:
-        return MemoryReport(
-            base_model=self._model.num_bytes,
-            runs={run: state.memory(self._model.device) for run, state in self._runs.items()},
-        )
-
-    def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
-        """Step the runs together, no run twice."""
-        known = [step for step in steps if step.run in self._runs]
-        self._slots.use([step.run for step in known])
-        results = iter(step_together([self._runs[step.run] for step in known], known))
-        return [
-            next(results)
-            if step.run in self._runs
-            else Failure(message=_not_loaded(step.run), category="server")
-            for step in steps
-        ]
-
-    def forward_backward(
-        self, requests: Sequence[ForwardBackward]
-    ) -> Generator[None, None, list[PassOutcome]]:
-        """One packed pass, in one outcome a request. Pauses between microbatches, so that the
-        caller can do other work; it must not step or replace these runs meanwhile. A generator
-        that is closed early leaves no gradient, and ends the requests whose parts it had."""
-        _refuse_what_follows_a_part(requests)
-        admitted = [self._admit(request) for request in requests]
-        lanes = [lane for lane in admitted if isinstance(lane, Lane)]
-        runs = {lane.request.run for lane in lanes}
-        self._slots.use(runs)
-        packed = PackedPass(
-            self._model, lanes, self._activations, lambda: self._slots.make_room(runs)
-        )
-        yield from packed.run(self._max_tokens)
-        outcomes = iter(finish_together(lanes))
-        self._open |= {lane.request.run: lane for lane in lanes if lane.open}
-        return [next(outcomes) if isinstance(entry, Lane) else entry for entry in admitted]
-
-    def _admit(self, request: ForwardBackward) -> Lane | Failure:
-        if request.run not in self._runs:
-            return Failure(message=_not_loaded(request.run), category="server")
-        lane = self._open.pop(request.run, None)
-        reason = refusal(request, self._info, lane.num_data if lane else 0)
-        if reason is not None:
-            return Failure(message=reason, category="user")
-        if lane is not None:
-            lane.go_on(request)
-            return lane
-        try:
-            return Lane(request, self._runs[request.run])
-        except LossRefusedError as error:
-            return Failure(message=f"custom loss: {error}", category="user")
-
-
-def _refuse_what_follows_a_part(requests: Sequence[ForwardBackward]) -> None:
-    """A request's next part comes in the run's next call; whatever came between would be lost in
-    it. Raises CallRefusedError."""
-    begun: set[str] = set()
-    for request in requests:
-        if request.run in begun:
-            raise CallRefusedError(f"run {request.run}: a request follows a part of another")
-        if request.more:
-            begun.add(request.run)
-
-
-def _not_loaded(run: str) -> str:
-    return f"run {run} is not loaded"
-
-
-def _describe(model: FrozenModel) -> ModelInfo:
-    return ModelInfo(
-        vocab_size=model.vocab_size,
-        max_context_length=model.max_context_length,
-        num_parameters=model.num_parameters,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
-        trainable_groups=model.groups,
-        eos_token_ids=model.eos_token_ids,
-        losses={name: loss.signature for name, loss in LOSSES.items()},
-    )
+    def __call__(
+        self, lanes: Sequence[Lane], make_room: Callable[[], bool]
+    ) -> Generator[None, None, None]:
+        packed = PackedPass(self._model, lanes, self._activations, make_room)
+        return packed.run(self._max_tokens)

@@ -21,7 +21,11 @@ from backends.lora.atomic_folder import new_folder
 from backends.lora.peft_folder import AdapterFolderError, load_adapter, write_adapter
 from backends.optimizers import adamw
 from backends.optimizers.adamw import Moments, Update
+from backends.training.ranks import Part, Ranks
 from backends.training.slots import moved
+
+HOST = torch.device("cpu")
+"""Where runs begin; `Slots` brings them to the device."""
 
 _OPTIMIZER = "optimizer.safetensors"
 _GRADIENTS = "gradients.safetensors"
@@ -34,17 +38,24 @@ class RunFolderError(Exception):
 
 class RunState:
     """An adapter, its moments, and the gradient that waits for a step: vectors of one layout,
-    all float32 and on one device."""
+    all float32 and on one device. Where several processes hold a trainer together, each has its
+    part of these vectors; a folder has the whole."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: Adapter, ranks: Ranks) -> None:
+        """`adapter` is whole."""
+        self._ranks = ranks
+        self.whole = adapter.layout
+        """Of the whole adapter."""
+        local = ranks.local(adapter.layout)
+        self.adapter = Adapter(adapter.spec, local, self._cut(adapter.flat))
+        """What this process has of it."""
         self._moments: Moments | None = None
         self._num_steps = 0
         self._gradient: Tensor | None = None
         self._num_gradients = 0
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add one request's gradient float32[P]; takes it over."""
+        """Add one request's gradient float32[p]; takes it over."""
         if self._gradient is None:
             self._gradient = gradient
         else:
@@ -73,14 +84,19 @@ class RunState:
         )
 
     def save(self, directory: str | Path, contents: Contents, base_model_name: str) -> int:
-        """Write a folder that appears whole or not at all; its size in bytes."""
-        layout = self.adapter.layout
+        """Write a folder that appears whole or not at all; its size in bytes, 0 where others
+        lead."""
+        adapter = Adapter(self.adapter.spec, self.whole, self._join(self.adapter.flat))
+        moments = self._moments and Moments(*map(self._join, self._moments))
+        gradient = None if self._gradient is None else self._join(self._gradient)
+        if not self._ranks.leads:
+            return 0
         with new_folder(directory) as folder:
-            write_adapter(self.adapter, folder, base_model_name)
+            write_adapter(adapter, folder, base_model_name)
             if contents != "adapter":
-                adamw.save(self._moments, self._num_steps, layout, folder / _OPTIMIZER)
+                adamw.save(moments, self._num_steps, self.whole, folder / _OPTIMIZER)
             if contents == "snapshot":
-                self._save_gradient(folder / _GRADIENTS)
+                self._save_gradient(gradient, folder / _GRADIENTS)
             return sum(file.stat().st_size for file in folder.iterdir())
 
     @classmethod
@@ -89,34 +105,43 @@ class RunState:
         directory: str | Path,
         contents: Contents,
         targets: Sequence[Target],
-        device: torch.device,
+        ranks: Ranks,
     ) -> RunState:
-        """Raises RunFolderError, also when the folder was saved with less than `contents`."""
+        """On the CPU. Raises RunFolderError, also when the folder was saved with less than
+        `contents`."""
         try:
-            state = cls(load_adapter(directory, targets, device))
+            state = cls(load_adapter(directory, targets, HOST), ranks)
             if contents != "adapter":
-                state._moments, state._num_steps = adamw.load(
-                    state.adapter.layout, Path(directory) / _OPTIMIZER, device
-                )
+                state._load_moments(Path(directory) / _OPTIMIZER)
             if contents == "snapshot":
-                state._load_gradient(Path(directory) / _GRADIENTS, device)
+                state._load_gradient(Path(directory) / _GRADIENTS)
         except _UNREADABLE as error:
             raise RunFolderError(f"cannot load {contents} from {directory}: {error}") from error
         return state
 
-    def _save_gradient(self, path: Path) -> None:
+    def _cut(self, flat: Tensor) -> Tensor:
+        return self._ranks.cut(self.whole, flat)
+
+    def _join(self, part: Tensor) -> Tensor:
+        return self._ranks.join(Part(self.whole, part))
+
+    def _save_gradient(self, gradient: Tensor | None, path: Path) -> None:
         tensors = {}
-        if self._gradient is not None:
-            named = self.adapter.layout.named_tensors(self._gradient.cpu())
+        if gradient is not None:
+            named = self.whole.named_tensors(gradient.cpu())
             tensors = {name: tensor.contiguous() for name, tensor in named}
         count = {"num_gradients": str(self._num_gradients)}
         save_file(tensors, path, metadata={"format": "pt", **count})
 
-    def _load_gradient(self, path: Path, device: torch.device) -> None:
+    def _load_moments(self, path: Path) -> None:
+        moments, self._num_steps = adamw.load(self.whole, path)
+        self._moments = moments and Moments(*map(self._cut, moments))
+
+    def _load_gradient(self, path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             self._num_gradients = int(file.metadata()["num_gradients"])
             if self._num_gradients:
-                self._gradient = self.adapter.layout.flat(file.get_tensor).to(device)
+                self._gradient = self._cut(self.whole.flat(file.get_tensor))
 
     @property
     def device(self) -> torch.device:
@@ -145,7 +170,7 @@ class RunState:
 
 
 def step_together(
-    runs: Sequence[RunState], steps: Sequence[OptimStep]
+    runs: Sequence[RunState], steps: Sequence[OptimStep], ranks: Ranks
 ) -> list[StepResult | Failure]:
     """Apply each run's gradient and clear it; a Failure leaves it waiting. No run comes twice.
 
@@ -154,7 +179,13 @@ def step_together(
     added up (0: the step did nothing); `step`, steps taken in this run so far.
     """
     updates = [run._update(step) for run, step in zip(runs, steps, strict=True)]
-    outcomes = iter(adamw.step([update for update in updates if update is not None]))
+    waiting = [
+        (update, Part(run.whole, update.gradient))
+        for run, update in zip(runs, updates, strict=True)
+        if update is not None
+    ]
+    norms = ranks.norms([part for _, part in waiting])
+    outcomes = iter(adamw.step([update for update, _ in waiting], norms))
     return [
         run._stepped(update, 0.0 if update is None else next(outcomes))
         for run, update in zip(runs, updates, strict=True)

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from backends.contract import BackendError, Failure, SampleRequest, SampleResult
 from backends.sampling.embedded import EmbeddedEngine
-from backends.training.local import LocalTrainer
+from backends.training.trainer import Trainer
 from backends.workers import messages
 from backends.workers.messages import Call, Reply, TrainingCall
 from backends.workers.time_share import TimeShare
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 class Compute:
     def __init__(
-        self, trainer: LocalTrainer, engine: EmbeddedEngine, send: Callable[[int, Reply], None]
+        self, trainer: Trainer, engine: EmbeddedEngine, send: Callable[[int, Reply], None]
     ) -> None:
         self._trainer = trainer
         self._engine = engine

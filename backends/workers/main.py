@@ -25,7 +25,8 @@ from backends.model import FrozenModel
 from backends.sampling.embedded import EmbeddedEngine
 from backends.sampling.stops import Decoder
 from backends.training.activations import Checkpointing
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from backends.workers.compute import Compute, Inbox
 from backends.workers.messages import READY_CALL, Broke, Call, Ready, Reply
 from backends.workers.wire import Channel, MalformedFrameError
@@ -74,11 +75,11 @@ def _leave() -> None:
     os._exit(0)
 
 
-def load(arguments: argparse.Namespace) -> tuple[LocalTrainer, EmbeddedEngine]:
+def load(arguments: argparse.Namespace) -> tuple[Trainer, EmbeddedEngine]:
     began = time.monotonic()
     transformers_logging.disable_progress_bar()
     model = FrozenModel.load(arguments.model, DTYPES[arguments.dtype], arguments.device)
-    trainer = LocalTrainer(
+    trainer = local_trainer(
         model,
         arguments.max_tokens_per_microbatch,
         arguments.activation_checkpointing,

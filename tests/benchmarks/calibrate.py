@@ -18,7 +18,8 @@ import torch
 
 from backends.contract import AdapterSpec, Datum, ForwardBackward, OptimStep
 from backends.model import FrozenModel
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 
 PASSES = ((1, 16), (1, 64), (1, 256), (1, 768), (8, 16), (8, 64), (16, 16))
 """(adapters, tokens of each); sequences are 64 tokens at most."""
@@ -33,10 +34,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = FrozenModel.load(args.model, torch.float32, torch.device("cpu"))
-    print(json.dumps(_coefficients(LocalTrainer(model, 1024), args.rounds), indent=2))
+    print(json.dumps(_coefficients(local_trainer(model, 1024), args.rounds), indent=2))
 
 
-def _coefficients(trainer: LocalTrainer, rounds: int) -> dict[str, float]:
+def _coefficients(trainer: Trainer, rounds: int) -> dict[str, float]:
     """Least squares over all shapes and ranks, each row weighted by 1 / its own seconds."""
     passes, steps = [], []
     for rank in RANKS:
@@ -56,7 +57,7 @@ def _coefficients(trainer: LocalTrainer, rounds: int) -> dict[str, float]:
     }
 
 
-def _request(trainer: LocalTrainer, run: str, rank: int, tokens: int) -> ForwardBackward:
+def _request(trainer: Trainer, run: str, rank: int, tokens: int) -> ForwardBackward:
     spec = AdapterSpec(
         rank=rank, alpha=32.0, seed=0, train_attn=True, train_mlp=True, train_unembed=True
     )
@@ -71,9 +72,7 @@ def _request(trainer: LocalTrainer, run: str, rank: int, tokens: int) -> Forward
     return ForwardBackward(run=run, data=tuple(data), loss="cross_entropy")
 
 
-def _measure(
-    trainer: LocalTrainer, requests: list[ForwardBackward], rounds: int
-) -> tuple[float, float]:
+def _measure(trainer: Trainer, requests: list[ForwardBackward], rounds: int) -> tuple[float, float]:
     """Median seconds of a pass, and of the steps of all its adapters."""
     steps = [OptimStep(run=request.run, learning_rate=0.0) for request in requests]
     passes, stepped = [], []

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from backends.contract import ForwardBackward
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from tests.benchmarks.loads import adapter, request, run_pass, step
 from tests.benchmarks.measure import in_turn, wall_seconds
 from tests.benchmarks.report import Row, ratio_row
@@ -20,7 +21,7 @@ TENANTS, TOKENS, RANK = 8, 256, 32
 
 def rows(scale: Scale) -> Iterator[Row]:
     device = torch.device("cuda")
-    trainer = LocalTrainer(random_model(BILLIONS, torch.bfloat16, device, made_on=device), 8192)
+    trainer = local_trainer(random_model(BILLIONS, torch.bfloat16, device, made_on=device), 8192)
     tenants = [request(f"run{i}", [TOKENS], BILLIONS.vocab_size) for i in range(TENANTS)]
     for tenant in tenants:
         trainer.create(tenant.run, adapter(RANK))
@@ -34,7 +35,7 @@ def rows(scale: Scale) -> Iterator[Row]:
     )
 
 
-def _pass(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> Callable[[], float]:
+def _pass(trainer: Trainer, requests: Sequence[ForwardBackward]) -> Callable[[], float]:
     def finished_pass() -> None:
         run_pass(trainer, requests)
         torch.cuda.synchronize()

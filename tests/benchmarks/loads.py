@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from backends.contract import AdapterSpec, Datum, ForwardBackward, OptimStep
-from backends.training.local import LocalTrainer
+from backends.training.trainer import Trainer
 
 
 def adapter(rank: int) -> AdapterSpec:
@@ -28,12 +28,12 @@ def request(run: str, lengths: Sequence[int], vocab_size: int) -> ForwardBackwar
     return ForwardBackward(run=run, data=tuple(data), loss="cross_entropy")
 
 
-def run_pass(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> None:
+def run_pass(trainer: Trainer, requests: Sequence[ForwardBackward]) -> None:
     """One forward_backward of all of them, to its end."""
     for _ in trainer.forward_backward(requests):
         pass
 
 
-def step(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> None:
+def step(trainer: Trainer, requests: Sequence[ForwardBackward]) -> None:
     """An optimizer step of each run, which also clears its gradient."""
     trainer.optim_step([OptimStep(run=request.run, learning_rate=1e-4) for request in requests])

@@ -13,7 +13,8 @@ import torch
 
 from backends.contract import ForwardBackward
 from backends.model import FrozenModel
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from server.settings import Settings
 from tests.benchmarks.loads import adapter, request, run_pass, step
 from tests.benchmarks.measure import in_turn, processor_seconds
@@ -29,7 +30,7 @@ def rows(scale: Scale) -> Iterator[Row]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = FrozenModel.load(tiny_llama(Path(folder)), torch.float32, torch.device("cpu"))
-    trainer = LocalTrainer(model, MICROBATCH_TOKENS)
+    trainer = local_trainer(model, MICROBATCH_TOKENS)
     many = [request(f"run{index}", [TOKENS], VOCAB_SIZE) for index in range(ADAPTERS)]
     one = [request("run0", [TOKENS] * ADAPTERS, VOCAB_SIZE)]
     for wanted in many:
@@ -44,7 +45,7 @@ def rows(scale: Scale) -> Iterator[Row]:
     )
 
 
-def _tick(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> Callable[[], float]:
+def _tick(trainer: Trainer, requests: Sequence[ForwardBackward]) -> Callable[[], float]:
     def tick() -> None:
         run_pass(trainer, requests)
         step(trainer, requests)

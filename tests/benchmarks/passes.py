@@ -13,7 +13,8 @@ from peft import PeftModel, get_peft_model
 
 from backends.contract import ForwardBackward
 from backends.model import FrozenModel
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from tests.benchmarks.loads import adapter, request, run_pass, step
 from tests.benchmarks.measure import in_turn, processor_seconds
 from tests.benchmarks.peft_model import load_base, lora_config, summed_loss
@@ -28,7 +29,7 @@ EQUAL = (sum(MIXED) // len(MIXED),) * len(MIXED)
 def rows(scale: Scale) -> Iterator[Row]:
     torch.set_num_threads(1)
     model = FrozenModel.load(scale.model, torch.float32, torch.device("cpu"))
-    trainer = LocalTrainer(model, 8192)
+    trainer = local_trainer(model, 8192)
     together = _tenants(trainer, "tenant", (RANK,) * TENANTS)
     alone = [request("tenant0", [TOKENS] * TENANTS, model.vocab_size)]
     shared, single, switched, mixed, equal = in_turn(
@@ -64,14 +65,14 @@ def rows(scale: Scale) -> Iterator[Row]:
     )
 
 
-def _tenants(trainer: LocalTrainer, prefix: str, ranks: Sequence[int]) -> list[ForwardBackward]:
+def _tenants(trainer: Trainer, prefix: str, ranks: Sequence[int]) -> list[ForwardBackward]:
     for index, rank in enumerate(ranks):
         trainer.create(f"{prefix}{index}", adapter(rank))
     vocab_size = trainer.info().vocab_size
     return [request(f"{prefix}{index}", [TOKENS], vocab_size) for index in range(len(ranks))]
 
 
-def _pass(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> Callable[[], float]:
+def _pass(trainer: Trainer, requests: Sequence[ForwardBackward]) -> Callable[[], float]:
     def measured() -> float:
         taken = processor_seconds(lambda: run_pass(trainer, requests))
         # Untimed, so that every pass starts without a gradient, as one between steps does.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backends.contract import ForwardBackward, OptimStep
 from backends.training.activations import Checkpointing
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
 from tests.gpu.models import Shape, every_layer, random_model
 from tests.unit.backends.material import (
     assert_close,
@@ -64,7 +64,7 @@ def _requests(seed: int) -> list[ForwardBackward]:
 def compute(small: Shape, tmp_path: Path) -> Compute:
     def run(dtype: torch.dtype, device: torch.device, checkpointing: Checkpointing) -> Numbers:
         model = random_model(small, dtype, device, made_on=CPU)
-        trainer = LocalTrainer(model, 4096, checkpointing)
+        trainer = local_trainer(model, 4096, checkpointing)
         for seed, (name, rank) in enumerate(RANKS.items()):
             start_trained(trainer, model, name, every_layer(rank, seed), tmp_path / name)
         results = run_good(trainer, *_requests(0))

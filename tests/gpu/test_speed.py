@@ -14,7 +14,8 @@ import torch
 from backends.contract import Datum, ForwardBackward, OptimStep
 from backends.model import FrozenModel
 from backends.training.activations import bytes_per_token
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from tests.gpu.conftest import Report
 from tests.gpu.models import Shape, every_layer, random_model
 from tests.unit.backends.material import run_good
@@ -32,8 +33,8 @@ def model(large: Shape, device: torch.device) -> Iterator[FrozenModel]:
         torch.cuda.empty_cache()
 
 
-def _trainer(model: FrozenModel, checkpointing: str) -> LocalTrainer:
-    trainer = LocalTrainer(model, 8192, checkpointing)
+def _trainer(model: FrozenModel, checkpointing: str) -> Trainer:
+    trainer = local_trainer(model, 8192, checkpointing)
     for seed, run in enumerate(RUNS):
         trainer.create(run, every_layer(32, seed))
     return trainer
@@ -64,7 +65,7 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _pass_seconds(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> float:
+def _pass_seconds(trainer: Trainer, requests: Sequence[ForwardBackward]) -> float:
     """Median of some passes, each without a gradient from the one before."""
     device, taken = trainer._model.device, []
     for _ in range(ROUNDS + 1):
@@ -73,7 +74,7 @@ def _pass_seconds(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) ->
     return statistics.median(taken[1:])  # the first one warms up
 
 
-def _peak(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> str:
+def _peak(trainer: Trainer, requests: Sequence[ForwardBackward]) -> str:
     """What a pass takes beyond what lies there before."""
     device = trainer._model.device
     if device.type != "cuda":

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from backends.model import FrozenModel
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from tests.tiny_models import tiny_llama, tiny_qwen3, with_tokenizer
 
 torch.set_num_threads(1)
@@ -46,13 +47,13 @@ def load_model() -> Callable[..., FrozenModel]:
 
 
 @pytest.fixture
-def new_trainer(load_model: Callable[..., FrozenModel]) -> Callable[..., LocalTrainer]:
-    def new(path: Path, max_tokens: int = 4096, dtype: torch.dtype = torch.float32) -> LocalTrainer:
-        return LocalTrainer(load_model(path, dtype), max_tokens)
+def new_trainer(load_model: Callable[..., FrozenModel]) -> Callable[..., Trainer]:
+    def new(path: Path, max_tokens: int = 4096, dtype: torch.dtype = torch.float32) -> Trainer:
+        return local_trainer(load_model(path, dtype), max_tokens)
 
     return new
 
 
 @pytest.fixture
-def trainer(llama_path: Path, new_trainer: Callable[..., LocalTrainer]) -> LocalTrainer:
+def trainer(llama_path: Path, new_trainer: Callable[..., Trainer]) -> Trainer:
     return new_trainer(llama_path)

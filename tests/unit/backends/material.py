@@ -14,7 +14,7 @@ from backends.contract import AdapterSpec, Datum, ForwardBackward, LossResult, P
 from backends.lora.adapter import Adapter, LoRAPair, fresh_adapter
 from backends.lora.peft_folder import save_adapter
 from backends.model import FrozenModel
-from backends.training.local import LocalTrainer
+from backends.training.trainer import Trainer
 from tests.tiny_models import VOCAB_SIZE
 
 
@@ -42,7 +42,7 @@ def trained_adapter(model: FrozenModel, adapter_spec: AdapterSpec) -> Adapter:
 
 
 def start_trained(
-    trainer: LocalTrainer, model: FrozenModel, run: str, adapter_spec: AdapterSpec, folder: Path
+    trainer: Trainer, model: FrozenModel, run: str, adapter_spec: AdapterSpec, folder: Path
 ) -> Path:
     """Give a run a trained adapter by loading it; gives back the folder it came from."""
     save_adapter(trained_adapter(model, adapter_spec), folder, model.name)
@@ -69,7 +69,7 @@ def sft(run: str, lengths: Sequence[int], seed: int = 0, backward: bool = True) 
     return ForwardBackward(run=run, data=data, loss="cross_entropy", backward=backward)
 
 
-def run_all(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
+def run_all(trainer: Trainer, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
     generator = trainer.forward_backward(requests)
     while True:
         try:
@@ -78,20 +78,20 @@ def run_all(trainer: LocalTrainer, requests: Sequence[ForwardBackward]) -> list[
             return stop.value
 
 
-def run_good(trainer: LocalTrainer, *requests: ForwardBackward) -> list[LossResult]:
+def run_good(trainer: Trainer, *requests: ForwardBackward) -> list[LossResult]:
     results = run_all(trainer, requests)
     for result in results:
         assert isinstance(result, LossResult), result
     return [result for result in results if isinstance(result, LossResult)]
 
 
-def gradient(trainer: LocalTrainer, run: str, folder: Path) -> dict[str, Tensor]:
+def gradient(trainer: Trainer, run: str, folder: Path) -> dict[str, Tensor]:
     """What waits for the run's next step."""
     trainer.save(run, folder, "snapshot")
     return load_file(folder / "gradients.safetensors")
 
 
-def weights(trainer: LocalTrainer, run: str, folder: Path) -> dict[str, Tensor]:
+def weights(trainer: Trainer, run: str, folder: Path) -> dict[str, Tensor]:
     trainer.save(run, folder, "adapter")
     tensors = load_file(folder / "adapter_model.safetensors")
     return {name.removeprefix("base_model.model."): t for name, t in tensors.items()}

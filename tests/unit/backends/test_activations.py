@@ -13,7 +13,8 @@ from backends.contract import Failure
 from backends.lora.adapter import fresh_adapter
 from backends.training import activations
 from backends.training.activations import bytes_per_token, saved_bytes, too_large
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from tests.unit.backends.material import (
     assert_close,
     gradient,
@@ -31,9 +32,9 @@ RUNS = {"r": spec(rank=3, seed=1), "s": spec(rank=8, seed=2, groups="attn unembe
 
 @pytest.fixture
 def start(load_model, model_path, tmp_path):
-    def made(checkpointing: activations.Checkpointing) -> LocalTrainer:
+    def made(checkpointing: activations.Checkpointing) -> Trainer:
         model = load_model(model_path)
-        trainer = LocalTrainer(model, 4096, checkpointing)
+        trainer = local_trainer(model, 4096, checkpointing)
         for run, run_spec in RUNS.items():
             start_trained(trainer, model, run, run_spec, tmp_path / run)
         return trainer
@@ -60,9 +61,10 @@ class _Watched:
         return self._model.hidden(tokens, *args, recompute=recompute)
 
 
-def _watch(trainer: LocalTrainer, **limits: int) -> _Watched:
-    trainer._model = _Watched(trainer._model, **limits)
-    return trainer._model
+def _watch(trainer: Trainer, **limits: int) -> _Watched:
+    passes = trainer._run_pass
+    passes._model = _Watched(passes._model, **limits)
+    return passes._model
 
 
 def test_layers_that_are_computed_again_give_the_same_numbers_and_gradients(start, tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.contract import Failure, ForwardBackward, LossResult, OptimStep, Partial
-from backends.training.local import CallRefusedError
+from backends.training.trainer import CallRefusedError
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.backends.material import assert_close, gradient, run_all, run_good, sft, spec
 
@@ -118,7 +118,10 @@ def test_a_step_and_a_snapshot_between_parts_do_not_see_them(trainer, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["create", "load", "unload", "given up"])
-def test_what_ends_a_run_or_its_pass_ends_the_request_under_way(trainer, tmp_path, end):
+def test_what_ends_a_run_or_its_pass_ends_the_request_under_way(
+    llama_path, new_trainer, tmp_path, end
+):
+    trainer = new_trainer(llama_path, max_tokens=8)
     trainer.create("r", spec())
     trainer.save("r", tmp_path / "saved", "adapter")
     first, second, _ = _parts(sft("r", LENGTHS), {1, 4})
@@ -126,11 +129,9 @@ def test_what_ends_a_run_or_its_pass_ends_the_request_under_way(trainer, tmp_pat
     if end == "load":
         trainer.load("r", tmp_path / "saved", "adapter")
     elif end == "given up":
-        trainer._max_tokens = 8
         generator = trainer.forward_backward([second])
         next(generator)
         generator.close()
-        trainer._max_tokens = 4096
     else:
         trainer.unload("r")
         trainer.create("r", spec())

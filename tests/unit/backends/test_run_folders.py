@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from backends.contract import BackendError, OptimStep
-from backends.training.local import CallRefusedError, LocalTrainer
+from backends.training.trainer import CallRefusedError, Trainer
 from tests.unit.backends.material import gradient, run_good, sft, spec, weights
 
 STEP = OptimStep(run="r", learning_rate=1e-2, weight_decay=0.01)
 
 
-def _train(trainer: LocalTrainer, seeds: range) -> None:
+def _train(trainer: Trainer, seeds: range) -> None:
     for seed in seeds:
         run_good(trainer, sft("r", [9, 5], seed))
         trainer.optim_step([STEP])

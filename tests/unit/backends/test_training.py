@@ -11,7 +11,7 @@ import torch
 
 from backends.contract import Failure, OptimStep, RunMemory, StepResult
 from backends.lora.parts import Part
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
 from tests.tiny_models import MAX_CONTEXT_LENGTH, VOCAB_SIZE
 from tests.unit.backends.material import (
     assert_close,
@@ -175,8 +175,8 @@ def test_a_crowd_of_one_shape_is_as_each_alone_and_one_that_fails_takes_none_wit
     """Their low-rank products are stacked; each datum is 9 tokens, in two microbatches."""
     model = load_model(llama_path)
     runs = [f"r{i}" for i in range(7)]
-    crowd = LocalTrainer(model, 40, activation_checkpointing=checkpointing)
-    alone = LocalTrainer(model, 40, activation_checkpointing="off")
+    crowd = local_trainer(model, 40, activation_checkpointing=checkpointing)
+    alone = local_trainer(model, 40, activation_checkpointing="off")
     for i, run in enumerate(runs):
         for t in (crowd, alone):
             start_trained(t, model, run, spec(rank=4, seed=i), tmp_path / run)
@@ -383,7 +383,7 @@ def test_out_of_memory_fails_only_what_cannot_fit_alone(
     load_model, new_trainer, llama_path, tmp_path, message
 ):
     clean, trainer = new_trainer(llama_path), new_trainer(llama_path)
-    trainer._model = _SmallMemory(load_model(llama_path), 12, message)
+    trainer._run_pass._model = _SmallMemory(load_model(llama_path), 12, message)
     for t in (clean, trainer):
         for run in "rst":
             t.create(run, spec())
@@ -425,7 +425,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_backward_leaves_nothing_half_ad
 
 def test_where_room_can_be_made_nothing_is_cut(load_model, new_trainer, llama_path, tmp_path):
     clean, trainer = new_trainer(llama_path), new_trainer(llama_path)
-    small = trainer._model = _SmallMemory(load_model(llama_path), 12, None)
+    small = trainer._run_pass._model = _SmallMemory(load_model(llama_path), 12, None)
     asked = []
 
     def make_room(runs: set[str]) -> bool:
@@ -445,7 +445,7 @@ def test_where_room_can_be_made_nothing_is_cut(load_model, new_trainer, llama_pa
 
 def test_other_runtime_errors_are_not_taken_for_lack_of_memory(load_model, trainer, llama_path):
     trainer.create("r", spec())
-    trainer._model = _SmallMemory(load_model(llama_path), 1, "shapes do not match")
+    trainer._run_pass._model = _SmallMemory(load_model(llama_path), 1, "shapes do not match")
     with pytest.raises(RuntimeError, match="shapes"):
         run_all(trainer, [sft("r", [5])])
 

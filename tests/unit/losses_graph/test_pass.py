@@ -12,7 +12,8 @@ import torch
 from backends.contract import CustomLoss, Failure, ForwardBackward, LossResult, OptimStep
 from backends.losses.graph import limits
 from backends.model import FrozenModel
-from backends.training.local import LocalTrainer
+from backends.training.local import local_trainer
+from backends.training.trainer import Trainer
 from tests.tiny_models import tiny_llama, with_tokenizer
 from tests.unit.backends.material import run_all, sft, spec
 from tests.unit.losses_graph.graphs import SUM, X, call, graph, method, ref
@@ -44,8 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> FrozenModel:
 
 
 @pytest.fixture
-def trainer(model: FrozenModel) -> LocalTrainer:
-    made = LocalTrainer(model, 4096)
+def trainer(model: FrozenModel) -> Trainer:
+    made = local_trainer(model, 4096)
     for run in ("a", "b"):
         made.create(run, spec(seed=1))
     return made
@@ -56,7 +57,7 @@ def custom(run: str, loss: CustomLoss, backward: bool = True) -> ForwardBackward
     return replace(request, loss="custom", custom_loss=loss)
 
 
-def step(trainer: LocalTrainer, run: str) -> float:
+def step(trainer: Trainer, run: str) -> float:
     [result] = trainer.optim_step([OptimStep(run=run, learning_rate=1e-2)])
     assert not isinstance(result, Failure)
     [output] = run_all(trainer, [sft(run, [7], seed=50, backward=False)])
@@ -64,7 +65,7 @@ def step(trainer: LocalTrainer, run: str) -> float:
     return output.metrics["loss:sum"]
 
 
-def test_it_trains_as_the_same_loss_that_is_built_in(trainer: LocalTrainer) -> None:
+def test_it_trains_as_the_same_loss_that_is_built_in(trainer: Trainer) -> None:
     built_in, ours = run_all(trainer, [sft("a", [5, 9, 3]), custom("b", NEG_LL)])
     assert isinstance(built_in, LossResult)
     assert isinstance(ours, LossResult)
@@ -83,7 +84,7 @@ def test_it_trains_as_the_same_loss_that_is_built_in(trainer: LocalTrainer) -> N
     ],
 )
 def test_one_that_is_refused_leaves_its_neighbour_alone(
-    trainer: LocalTrainer, loss: CustomLoss, words: list[str]
+    trainer: Trainer, loss: CustomLoss, words: list[str]
 ) -> None:
     failed, fine = run_all(trainer, [custom("a", loss), sft("b", [5, 9, 3])])
     assert isinstance(failed, Failure)
@@ -95,19 +96,19 @@ def test_one_that_is_refused_leaves_its_neighbour_alone(
     assert fine.metrics == pytest.approx(alone.metrics)
 
 
-def test_no_gradient_is_kept_of_a_request_that_failed(trainer: LocalTrainer) -> None:
+def test_no_gradient_is_kept_of_a_request_that_failed(trainer: Trainer) -> None:
     before = step(trainer, "a")
     run_all(trainer, [custom("a", TOO_LARGE), custom("a", NEG_LL, backward=False)])
     assert step(trainer, "a") == before
 
 
-def test_a_metric_that_is_no_number_reaches_its_user(trainer: LocalTrainer) -> None:
+def test_a_metric_that_is_no_number_reaches_its_user(trainer: Trainer) -> None:
     [result] = run_all(trainer, [custom("a", NAN_METRIC)])
     assert isinstance(result, LossResult)
     assert np.isnan(result.metrics["custom/odd:mean"])
 
 
-def test_a_graph_for_too_many_datums_is_refused(trainer: LocalTrainer) -> None:
+def test_a_graph_for_too_many_datums_is_refused(trainer: Trainer) -> None:
     many = graph(*(call(f"n{i}", "torch.exp", X) for i in range(900)), SUM)
     request = custom("a", many)
     request = replace(request, data=request.data[:1] * 600)
@@ -120,7 +121,7 @@ def test_a_graph_for_too_many_datums_is_refused(trainer: LocalTrainer) -> None:
 
 
 def test_what_the_datums_share_does_not_depend_on_how_they_are_cut(
-    trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay may be cut in other places, and must not be refused what was computed once."""
     monkeypatch.setattr(limits, "REQUEST_WORK", 2**12)
