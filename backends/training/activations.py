@@ -7,7 +7,7 @@ takes, and compares with the memory that is free before each microbatch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -21,7 +21,6 @@ from backends.lora.grouping import arranged
 from backends.lora.parts import Owner
 from backends.memory import free_bytes
 from backends.model import FrozenModel
-from backends.training.lane import Lane
 
 Checkpointing = Literal["auto", "on", "off"]
 
@@ -38,21 +37,22 @@ class Activations:
         self._checkpointing = checkpointing
         self._bytes_per_token: float | None = None
 
-    def tries(self, microbatch: Microbatch, lanes: Sequence[Lane]) -> tuple[bool, ...]:
-        """Whether to recompute layers: first, and then whenever memory ran out before."""
+    def measure(self, adapter: Adapter) -> None:
+        """Find out what a token takes, once, with the first adapter that is trained."""
+        if self._checkpointing == "auto" and self._bytes_per_token is None:
+            self._bytes_per_token = bytes_per_token(self._model, adapter)
+            _log.info("activations take %.0f kB a token", self._bytes_per_token / 1000)
+
+    def tries(self, microbatch: Microbatch) -> tuple[bool, ...]:
+        """Whether to recompute layers: first, and then whenever memory ran out before. For `auto`
+        there must have been a `measure`."""
         if not microbatch.backward or self._checkpointing == "off":
             return (False,)
         if self._checkpointing == "on":
             return (True,)
-        needed = microbatch.num_tokens * self._per_token(microbatch, lanes)
+        assert self._bytes_per_token is not None
+        needed = microbatch.num_tokens * self._bytes_per_token
         return (True,) if too_large(needed, free_bytes(self._model.device)) else (False, True)
-
-    def _per_token(self, microbatch: Microbatch, lanes: Sequence[Lane]) -> float:
-        if self._bytes_per_token is None:
-            trained = next(lanes[piece.request] for piece in microbatch.pieces if piece.backward)
-            self._bytes_per_token = bytes_per_token(self._model, trained.adapter)
-            _log.info("activations take %.0f kB a token", self._bytes_per_token / 1000)
-        return self._bytes_per_token
 
 
 def too_large(needed: float, free: float) -> bool:

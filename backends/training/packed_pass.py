@@ -54,21 +54,35 @@ class PackedPass:
 
     def run(self, max_tokens: int) -> Generator[None, None, None]:
         """Yields after every microbatch but the last; adapters must not change in between."""
-        lengths = [[len(datum.tokens) for datum in lane.request.data] for lane in self._lanes]
-        backward = [lane.request.backward for lane in self._lanes]
+        self.measure()
         shared = SHARED_FORWARD_TOKENS[self._model.device.type]
-        for number, microbatch in enumerate(pack(lengths, backward, max_tokens, shared)):
+        for number, microbatch in enumerate(pack(*self.shape(), max_tokens, shared)):
             if number:
                 yield
             self._run(microbatch)
 
+    def measure(self) -> None:
+        """What the first lane that trains says of the memory that activations take."""
+        trained = next((lane.adapter for lane in self._lanes if lane.request.backward), None)
+        if trained is not None:
+            self._activations.measure(trained)
+
+    def shape(self) -> tuple[list[list[int]], list[bool]]:
+        """Of each lane: the lengths of its datums in tokens, and whether it wants gradients."""
+        lengths = [[len(datum.tokens) for datum in lane.request.data] for lane in self._lanes]
+        return lengths, [lane.request.backward for lane in self._lanes]
+
+    def wanted(self, microbatch: Microbatch) -> Microbatch:
+        """Without what belongs to requests that have failed."""
+        return microbatch.without({i for i, lane in enumerate(self._lanes) if lane.failed})
+
     def _run(self, microbatch: Microbatch) -> None:
         """Run what is still wanted of a microbatch. If memory does not suffice, keep less of it
         for the backward, then make room, then cut it into smaller ones."""
-        microbatch = microbatch.without({i for i, lane in enumerate(self._lanes) if lane.failed})
+        microbatch = self.wanted(microbatch)
         if not microbatch.pieces:
             return
-        for recompute in self._activations.tries(microbatch, self._lanes):
+        for recompute in self._activations.tries(microbatch):
             if self._fits(microbatch, recompute):
                 return
         parts = [microbatch] if self._make_room() else microbatch.split()
@@ -82,7 +96,7 @@ class PackedPass:
     def _fits(self, microbatch: Microbatch, recompute: bool) -> bool:
         """Compute a microbatch. False, and nothing has changed, if memory ran out."""
         try:
-            self._compute(microbatch, recompute)
+            self.compute(microbatch, recompute, microbatch.backward)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -93,43 +107,56 @@ class PackedPass:
             torch.cuda.empty_cache()
         return False
 
-    def _compute(self, microbatch: Microbatch, recompute: bool) -> None:
+    def compute(self, microbatch: Microbatch, recompute: bool, backward: bool) -> None:
+        """Forward, and the backward of what wants one."""
         spans = [(span, self._lanes[span.request]) for span in microbatch.spans]
         owners = [Owner(s.start, s.end, lane.adapter, lane.request.backward) for s, lane in spans]
         parts = arranged(owners, self._model.dtype)
-        with torch.set_grad_enabled(microbatch.backward):
-            computed = self._forward(microbatch, parts, recompute)
+        with torch.set_grad_enabled(backward):
+            hidden = self._hidden(microbatch, parts, recompute)
+            computed = self._losses(microbatch, hidden, parts)
         _record(self._lanes, computed)
         good = [c for c in computed if c.piece.backward and not self._lanes[c.piece.request].failed]
+        self.backward(hidden, [c.loss for c in good])
         if not good:
             return
-        torch.cat([c.loss.reshape(-1) for c in good]).sum().backward()
         # All of them first: once a lane has taken what is its own, memory must not run out.
         gradients = [gradient for part in parts for gradient in part.take_gradients()]
         for (_, lane), gradient in zip(spans, gradients, strict=True):
             if gradient is not None and not lane.failed:
                 lane.add_gradient(gradient)
 
-    def _forward(
-        self, microbatch: Microbatch, parts: Sequence[Part], recompute: bool
-    ) -> list[_Computed]:
-        pieces, model = microbatch.pieces, self._model
-        data = [self._lanes[piece.request].request.data[piece.datum] for piece in pieces]
-        lengths = [piece.num_tokens for piece in pieces]
-        tokens = np.concatenate([datum.tokens for datum in data], dtype=np.int64)
+    def backward(self, hidden: Tensor, losses: Sequence[Tensor]) -> None:
+        """Of a microbatch with these last hidden states; there may be no losses."""
+        if losses:
+            torch.cat([loss.reshape(-1) for loss in losses]).sum().backward()
+
+    def _data(self, microbatch: Microbatch) -> list[Datum]:
+        return [self._lanes[one.request].request.data[one.datum] for one in microbatch.pieces]
+
+    def _hidden(self, microbatch: Microbatch, parts: Sequence[Part], recompute: bool) -> Tensor:
+        model = self._model
+        lengths = [piece.num_tokens for piece in microbatch.pieces]
+        tokens = [datum.tokens for datum in self._data(microbatch)]
         positions = np.concatenate([np.arange(length) for length in lengths])
-        hidden = model.hidden(
-            torch.from_numpy(tokens).to(model.device),
+        return model.hidden(
+            torch.from_numpy(np.concatenate(tokens, dtype=np.int64)).to(model.device),
             torch.from_numpy(positions).to(model.device),
             parts,
             packed_attention(lengths, model.device, model.dtype),
             recompute=recompute,
         )
+
+    def _losses(
+        self, microbatch: Microbatch, hidden: Tensor, parts: Sequence[Part]
+    ) -> list[_Computed]:
+        data, model = self._data(microbatch), self._model
         targets = torch.from_numpy(_padded_targets(data)).to(model.device)
         logprobs = target_logprobs(hidden, model.head_weight, targets, parts)
+        rows = logprobs.split([len(datum.tokens) for datum in data])
         computed = (
-            _loss(self._lanes[piece.request], piece, datum, rows)
-            for piece, datum, rows in zip(pieces, data, logprobs.split(lengths), strict=True)
+            _loss(self._lanes[piece.request], piece, datum, of_datum)
+            for piece, datum, of_datum in zip(microbatch.pieces, data, rows, strict=True)
         )
         return [one for one in computed if one is not None]
 
