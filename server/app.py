@@ -8,11 +8,11 @@ import ipaddress
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import structlog
 from alembic.util import CommandError
@@ -27,7 +27,8 @@ from backends.contract import (
 )
 from backends.sampling.vllm.assemble import assemble
 from backends.sampling.vllm.launch import LaunchSettings
-from backends.workers.subprocess import SAMPLES_AT_ONCE, SubprocessBackend
+from backends.workers.commands import SAMPLES_AT_ONCE, Command, local_worker, trainer_group
+from backends.workers.subprocess import SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
 from server.api import (
     archives,
@@ -48,7 +49,7 @@ from server.api import (
     usage,
     weights,
 )
-from server.api.rooms import Progress, Rooms
+from server.api.rooms import Progress, Rooms, Worker
 from server.audit.service import Audit
 from server.catalogue import Catalogue, ServedModel
 from server.checkpoints import queries as checkpoint_queries
@@ -81,6 +82,7 @@ from server.tenancy.search import SessionSearch
 from server.tenancy.sessions import Sessions
 from server.tenancy.tokens import Tokens
 from server.traces.service import Traces
+from server.trainers import impossible, layout
 from server.usage.service import Usage
 
 log = structlog.get_logger()
@@ -101,6 +103,12 @@ _ROUTES = (
     audit,
     traces,
 )
+
+_GROUP_TRAINERS = {
+    "fsdp": "backends.training.fsdp",
+    "megatron": "backends.training.megatron",
+}
+"""Modules that make the trainer of a rank; named, since only the ranks can import them."""
 
 
 class StartRefused(Exception):
@@ -129,11 +137,19 @@ class Service:
         self._db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))
         self._catalogue = Catalogue()
         self._backends: Mapping[str, Backend] = backends or {
-            name: SupervisedBackend(_worker(settings, name, path))
-            for name, path in settings.models.items()
+            name: _trainer(settings, name) for name in settings.models
+        }
+        self._sampling_workers = {
+            name: _sampling_worker(settings, name)
+            for name in self._backends
+            if settings.trainer != "local" and settings.engine == "embedded"
         }
         self._fleets: dict[str, SamplingFleet] = dict(fleets or {})
-        self._engines: dict[str, SamplingEngine] = {**self._backends, **self._fleets}
+        self._engines: dict[str, SamplingEngine] = {
+            **self._backends,
+            **self._sampling_workers,
+            **self._fleets,
+        }
         self._gates = _gates(settings, self._backends)
         self._dispatchers: dict[str, Dispatcher] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -152,6 +168,8 @@ class Service:
                 f"host is {self._settings.host}, which others can reach, and nobody would be "
                 "asked for a key: make one first with `hearth keys create NAME`"
             )
+        if (reason := impossible(self._settings)) is not None:
+            raise StartRefused(reason)
         if self._settings.engine_urls and len(self._backends) != 1:
             raise StartRefused("engine_urls are those of one base model: serve just one")
         for name in self._backends:
@@ -167,6 +185,8 @@ class Service:
 
     async def _start_model(self, name: str) -> None:
         info = _limited(await self._backends[name].describe(), self._settings)
+        if name in self._sampling_workers:
+            await self._sampling_workers[name].describe()
         if self._settings.engine == "vllm":
             names = _replica_names(self._settings, list(self._backends).index(name))
             if name not in self._fleets:
@@ -192,8 +212,8 @@ class Service:
         await self.rooms.oai.stop()
         await self.rooms.traces.stop()
         await asyncio.gather(*(fleet.stop() for fleet in self._fleets.values()))
-        for backend in self._backends.values():
-            await backend.stop(grace_s=5.0)
+        for worker in (*self._backends.values(), *self._sampling_workers.values()):
+            await worker.stop(grace_s=5.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -257,6 +277,7 @@ class Service:
             replicas=Replicas(self._fleets, ledger.wake_all),
             hold=self._hold,
             progress=self._progress,
+            workers=self._workers,
             operator_token=secrets.token_urlsafe(),
         )
 
@@ -313,6 +334,18 @@ class Service:
                 one.hold()
             else:
                 one.let_go()
+
+    def _workers(self) -> list[Worker]:
+        def status(name: str, role: Literal["trainer", "sampler"], of: Restartable) -> Worker:
+            ranks = self._settings.trainer_world_size if role == "trainer" else 1
+            return Worker(
+                model=name, role=role, alive=of.alive, generation=of.generation, ranks=ranks
+            )
+
+        return [
+            *(status(name, "trainer", one) for name, one in self._backends.items()),
+            *(status(name, "sampler", one) for name, one in self._sampling_workers.items()),
+        ]
 
     def _progress(self) -> Mapping[str, Progress]:
         return {
@@ -431,22 +464,56 @@ def _vllm(settings: Settings, name: str, info: ModelInfo, replicas: Sequence[str
     )
 
 
-def _worker(
-    settings: Settings, name: str, path: Path
-) -> Callable[[], Awaitable[SubprocessBackend]]:
+def _supervised(settings: Settings, command: Command, log_name: str) -> SupervisedBackend:
     logs = settings.data / "logs"
 
     async def start() -> SubprocessBackend:
         logs.mkdir(parents=True, exist_ok=True)
-        return await SubprocessBackend.start(
-            path,
-            dtype=settings.dtype,
-            device=settings.device,
-            device_run_bytes=settings.device_run_bytes,
-            threads=settings.threads or os.cpu_count() or 1,
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            activation_checkpointing=settings.activation_checkpointing,
-            log_file=logs / f"worker-{name.replace('/', '--')}.log",
-        )
+        return await SubprocessBackend.start(command, logs / log_name)
 
-    return start
+    return SupervisedBackend(start)
+
+
+def _trainer(settings: Settings, name: str) -> SupervisedBackend:
+    """It samples too where it is local."""
+    command = (_local if settings.trainer == "local" else _group)(settings, name)
+    return _supervised(settings, command, f"worker-{_file_name(name)}.log")
+
+
+def _sampling_worker(settings: Settings, name: str) -> SupervisedBackend:
+    """A worker that is never asked to train, beside a trainer that does not sample."""
+    return _supervised(settings, _local(settings, name), f"sampler-{_file_name(name)}.log")
+
+
+def _local(settings: Settings, name: str) -> Command:
+    return local_worker(
+        settings.models[name],
+        dtype=settings.dtype,
+        device=settings.device,
+        device_run_bytes=settings.device_run_bytes,
+        threads=settings.threads or os.cpu_count() or 1,
+        max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+        activation_checkpointing=settings.activation_checkpointing,
+    )
+
+
+def _group(settings: Settings, name: str) -> Command:
+    own = {"python": settings.trainer_python} if settings.trainer == "megatron" else {}
+    return trainer_group(
+        settings.models[name],
+        trainer=_GROUP_TRAINERS[settings.trainer],
+        world_size=settings.trainer_world_size,
+        layout=layout(settings),
+        ray=settings.ray,
+        dtype=settings.dtype,
+        device=settings.device,
+        device_run_bytes=settings.device_run_bytes,
+        threads=settings.threads or os.cpu_count() or 1,
+        max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+        activation_checkpointing=settings.activation_checkpointing,
+        **own,
+    )
+
+
+def _file_name(name: str) -> str:
+    return name.replace("/", "--")

@@ -47,6 +47,19 @@ def serve(
     data: Data = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker.")] = None,
+    trainer: Annotated[
+        str | None, typer.Option(help="What trains: local, fsdp or megatron.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks of fsdp or megatron.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Megatron: TP.")] = None,
+    pipeline_parallel: Annotated[int | None, typer.Option(help="Megatron: PP.")] = None,
+    expert_parallel: Annotated[int | None, typer.Option(help="Megatron: EP.")] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel", help="Megatron: SP.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Have Ray host the ranks: auto, local or HOST:PORT.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="What samples: embedded or vllm.")] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM servers of each base model.")] = None,
     engine_url: Annotated[
@@ -61,6 +74,13 @@ def serve(
         data=data,
         dtype=dtype,
         threads=threads,
+        trainer=trainer,
+        trainer_world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
+        sequence_parallel=sequence_parallel,
+        ray=ray,
         engine="vllm" if engine_url and engine is None else engine,
         engine_replicas=replicas,
         engine_urls=tuple(engine_url) or None,

@@ -7,8 +7,7 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
@@ -25,7 +24,6 @@ FEATURES = {
     "the quickstart and the examples": ("tinker", "matplotlib", "gguf"),
     "PostgreSQL": ("psycopg",),
     "Ray workers": ("ray",),
-    "Megatron trainers": ("megatron",),
 }
 VERSIONS = ("hearth", "fastapi", "sqlalchemy", "torch", "transformers", "peft", "tinker")
 
@@ -36,10 +34,12 @@ def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
     console.print(_versions())
     console.print(_machine(settings))
     console.print(_settings(settings, flags))
-    console.print(_features(settings.engine_python))
+    console.print(_features(settings))
     live = LiveServer.find(settings.data)
     for name, memory in ((live and live.get("memory")) or {}).items():
         console.print(_memory(name, memory))
+    if workers := live and live.get("workers"):
+        console.print(_workers(workers))
     if rows := live and live.get("replicas"):
         console.print(operate.table(rows))
     if ((live and live.get("maintenance")) or {}).get("on"):
@@ -97,13 +97,27 @@ def _settings(settings: Settings, flags: Mapping[str, Any]) -> Table:
     return table
 
 
-def _features(engine_python: Path) -> Table:
+def _features(settings: Settings) -> Table:
     table = Table("feature", "missing", title="Features")
     for feature, packages in FEATURES.items():
         missing = [name for name in packages if importlib.util.find_spec(name) is None]
         table.add_row(feature, ", ".join(missing) or "nothing")
-    has_vllm = any(engine_python.parent.parent.glob("lib/python*/site-packages/vllm"))
-    table.add_row("vLLM engines", "nothing" if has_vllm else "vllm (make install-vllm)")
+    for feature, python, package in (
+        ("vLLM engines", settings.engine_python, "vllm"),
+        ("Megatron trainers", settings.trainer_python, "megatron"),
+    ):
+        has_it = any(python.parent.parent.glob(f"lib/python*/site-packages/{package}"))
+        table.add_row(feature, "nothing" if has_it else f"{package} (make install-{package})")
+    return table
+
+
+def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """The processes behind the server that runs on this data folder."""
+    table = Table("model", "worker", "state", "starts", "ranks", title="Workers")
+    for worker in workers:
+        state = "up" if worker["alive"] else "down"
+        counts = str(worker["generation"]), str(worker["ranks"])
+        table.add_row(worker["model"], worker["role"], state, *counts)
     return table
 
 

@@ -66,8 +66,36 @@ class Settings(BaseSettings):
     """Keep only the inputs of layers for backward and compute the layers again: much less memory,
     about a third more time. `auto` does so when a microbatch would not fit otherwise."""
 
+    trainer: Literal["local", "fsdp", "megatron"] = "local"
+    """What trains: one process; or a group of ranks that divide the base model (fsdp), or every
+    layer of it (megatron), among them."""
+
+    trainer_world_size: int = Field(default=1, ge=1, le=1024)
+    """Ranks of each base model's group, each with a GPU of its own where there are GPUs."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Megatron: how many ranks divide each layer. What is left of the world is data parallel."""
+
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Megatron: how many stages the layers are divided into."""
+
+    expert_parallel: int = Field(default=1, ge=1)
+    """Megatron: how many ranks divide the experts of a layer."""
+
+    sequence_parallel: bool = False
+    """Megatron: tensor parallel ranks also divide the activations between their layers."""
+
+    ray: str | None = None
+    """Where Ray hosts the ranks: HOST:PORT of a cluster, `auto` for the one this machine is in,
+    `local` for one of our own. Unset, they are processes of this machine."""
+
+    trainer_python: Path = Field(default_factory=lambda: _python_of(".venv-megatron"))
+    """Python of the environment that Megatron is installed in; by default that of `.venv-megatron`
+    in the working directory, where there is one, else the one that runs this."""
+
     engine: Literal["embedded", "vllm"] = "embedded"
-    """What samples: the trainer's own copy of the weights, or vLLM servers beside it."""
+    """What samples: the trainer's own copy of the weights (beside a group, a worker with one), or
+    vLLM servers beside it."""
 
     engine_replicas: int = Field(default=1, ge=1, le=64)
     """vLLM servers that are started for each base model."""
@@ -76,7 +104,7 @@ class Settings(BaseSettings):
     """vLLM servers of the one base model, started by somebody else, who must let them read the
     data folder. They are used instead of own ones (see backends/README.md)."""
 
-    engine_python: Path = Field(default_factory=lambda: _vllm_python())
+    engine_python: Path = Field(default_factory=lambda: _python_of(".venv-vllm"))
     """Python of the environment that vLLM is installed in; by default that of `.venv-vllm` in the
     working directory, where there is one, else the one that runs this."""
 
@@ -181,8 +209,8 @@ def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None
 
 
-def _vllm_python() -> Path:
-    python = Path(".venv-vllm/bin/python").absolute()
+def _python_of(environment: str) -> Path:
+    python = Path(environment, "bin", "python").absolute()
     return python if python.exists() else Path(sys.executable)
 
 

@@ -16,6 +16,7 @@ from server.api.rooms import Rooms
 __all__ = ["CONTENT_TYPE", "render"]
 
 _OF_A_MODEL = ("model",)
+_OF_A_WORKER = ("model", "role")
 _OF_A_REPLICA = ("model", "replica")
 
 
@@ -34,6 +35,7 @@ class _Rooms(Collector):
         on.add_metric([], self._rooms.maintenance)
         yield on
         yield from self._training()
+        yield from self._workers()
         yield from self._replicas()
 
     def _training(self) -> Iterator[Metric]:
@@ -43,6 +45,19 @@ class _Rooms(Collector):
             ticks.add_metric([model], progress.ticks)
             tokens.add_metric([model], progress.tokens)
         yield from (ticks, tokens)
+
+    def _workers(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("hearth_worker_up", "Whether it is there.", labels=_OF_A_WORKER)
+        ranks = GaugeMetricFamily("hearth_worker_ranks", "Its processes.", labels=_OF_A_WORKER)
+        restarts = CounterMetricFamily(
+            "hearth_worker_restarts", "Starts but the first.", labels=_OF_A_WORKER
+        )
+        for worker in self._rooms.workers():
+            labels = [worker.model, worker.role]
+            up.add_metric(labels, worker.alive)
+            ranks.add_metric(labels, worker.ranks)
+            restarts.add_metric(labels, max(worker.generation - 1, 0))
+        yield from (up, ranks, restarts)
 
     def _replicas(self) -> Iterator[Metric]:
         load = GaugeMetricFamily("hearth_replica_load", "Samples under way.", labels=_OF_A_REPLICA)

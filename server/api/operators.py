@@ -29,6 +29,11 @@ async def memory(rooms: InRooms) -> dict[str, Any]:
     return {name: asdict(report) for name, report in (await rooms.memory()).items()}
 
 
+@router.get("/workers")
+async def workers(rooms: InRooms) -> list[dict[str, Any]]:
+    return [asdict(worker) for worker in rooms.workers()]
+
+
 @router.get("/replicas")
 async def replicas(rooms: InRooms) -> list[dict[str, Any]]:
     return [{"model": model, **asdict(status)} for model, status in rooms.replicas.all()]

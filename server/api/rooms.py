@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
@@ -54,6 +54,19 @@ class Progress:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """What trains a base model, or what samples it beside a trainer that does not."""
+
+    model: str
+    role: Literal["trainer", "sampler"]
+    alive: bool
+    generation: int
+    """How often it was started."""
+    ranks: int
+    """Processes that divide the work, all of which are there or none."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Rooms:
     settings: Settings
@@ -80,6 +93,7 @@ class Rooms:
     """Have nothing new begin, or have it begin again."""
     progress: Callable[[], Mapping[str, Progress]]
     """What each base model has done since the start."""
+    workers: Callable[[], Sequence[Worker]]
     operator_token: str
     """Whoever shows it may look into the server (`api/operators.py`)."""
     draining: bool = False

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.contract import BackendError
 from backends.model import FrozenModel
 from backends.workers import main
-from backends.workers.subprocess import SubprocessBackend
 from server import app
 from server.settings import Settings
 from tests.tiny_models import tiny_llama, with_tokenizer
@@ -18,27 +16,19 @@ from tests.unit.backends.material import run_good, sft, spec
 
 
 @pytest.mark.parametrize(("checkpointing", "recompute"), [("on", True), ("off", False)])
-async def test_a_worker_is_started_with_what_the_settings_say(
+def test_a_worker_is_started_with_what_the_settings_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str, recompute: bool
 ):
-    words: list[str] = []
-
-    async def spawn(options: dict[str, object], log: object) -> None:
-        words.extend(str(word) for option in options.items() for word in option)
-        raise BackendError("that will do")
-
-    monkeypatch.setattr(SubprocessBackend, "_spawn", spawn)
+    path = with_tokenizer(tiny_llama(tmp_path / "model"))
     settings = Settings(
+        models={"org/name": path},
         data=tmp_path,
         threads=1,
         max_tokens_per_microbatch=48,
         device_run_bytes=2**21,
         activation_checkpointing=checkpointing,
     )
-    path = with_tokenizer(tiny_llama(tmp_path / "model"))
-    with pytest.raises(BackendError, match="that will do"):
-        await app._worker(settings, "org/name", path)()
-    arguments = main.parse([*words, "--fd", "0"])
+    arguments = main.parse([*app._local(settings, "org/name").words, "--fd", "0"])
     assert arguments.device == torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert arguments.device_run_bytes == 2**21
     trainer, _ = main.load(arguments)
