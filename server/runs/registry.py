@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,8 @@ from server.store.bell import Bell
 
 OnInflight = Callable[[Run, str], None]
 """Gets the run as it was, and the folder of its newer weights."""
+Residence = tuple[str, int]
+"""A trainer group by name, and which of its generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,12 @@ class LiveRun:
     run: Run
     queue: RunQueue
     pending: dict[RequestId, Pending] = field(default_factory=dict)
-    resident_in: int | None = None
-    """The generation of the backend that holds its tensors, or None."""
+    trainer: str | None = None
+    """The group that it belongs to, while that has its tensors or work of it."""
+    leaving: bool = False
+    """It goes from there to another: nothing of it begins meanwhile."""
+    resident_in: Residence | None = None
+    """Where its tensors are in memory."""
     restoring: bool = False
     executed_seq: int = -1
     """The highest seq whose effect is in the tensors."""
@@ -97,9 +103,13 @@ class Registry:
     def known(self, run: RunId) -> LiveRun:
         return self._runs[run]
 
-    def busy(self, base_model: str) -> Collection[LiveRun]:
-        """The runs of which anything waits or runs."""
-        return self._busy[base_model].values()
+    def all(self) -> list[LiveRun]:
+        """Every run that is in memory."""
+        return list(self._runs.values())
+
+    def busy(self, base_model: str, trainer: str | None) -> Iterator[LiveRun]:
+        """The runs of one trainer group, or those without, of which anything waits or runs."""
+        return (live for live in self._busy[base_model].values() if live.trainer == trainer)
 
     def is_pending(self, job: Job) -> bool:
         """Whether the job has no outcome yet."""
@@ -115,9 +125,16 @@ class Registry:
         """Payloads of the tenant's passes that wait or run."""
         return self._pass_bytes[tenant]
 
-    def restoring(self, run: RunId) -> bool:
+    def held_up(self, run: RunId) -> str | None:
+        """Why nothing that waits for the run can begin, if it is not just another's turn."""
         live = self._runs.get(run)
-        return live is not None and live.restoring
+        if live is None:
+            return None
+        if live.leaving:
+            return "moving to another trainer"
+        if live.restoring:
+            return "restoring"
+        return "every trainer is drained" if live.trainer is None else None
 
     def of_session(self, session: SessionId) -> list[LiveRun]:
         return [live for live in self._runs.values() if live.run.session_id == session]

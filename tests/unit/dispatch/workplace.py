@@ -18,7 +18,7 @@ from server.core.records import Request, Tenant
 from server.core.requests import Kind
 from server.core.schedule import Tick
 from server.dispatch.choosing import DispatchSettings
-from server.dispatch.dispatcher import Dispatcher
+from server.dispatch.trainers import Trainers
 from server.runs import wire
 from server.runs.service import Runs
 from server.store.database import Database
@@ -72,17 +72,18 @@ class Workplace:
             max_pass_bytes=max_pass_bytes,
             room_wait_s=room_wait_s,
             clock=clock,
-            wake=lambda _: self.dispatcher.wake(),
+            wake=lambda live: self.trainers.wake(live),
         )
-        self.dispatcher = Dispatcher(
-            base_model=MODEL,
-            backend=backend,
+        self.trainers = Trainers(
+            {MODEL: [backend]},
             registry=self.runs.registry,
             checkpoints=self.checkpoints,
             ledger=self.ledger,
             settings=self.settings,
             clock=clock,
         )
+        [(_, trainer)] = self.trainers.all
+        self.dispatcher = trainer.dispatcher
 
     async def restarted(self, db: Database | None = None) -> Workplace:
         """What a new process finds: the database, the files, and a backend that knows nothing."""

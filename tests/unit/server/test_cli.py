@@ -89,6 +89,10 @@ def test_the_doctor_runs_without_a_model():
 @pytest.mark.parametrize(
     "command",
     [
+        "trainers list",
+        "trainers drain t",
+        "trainers resume t",
+        "trainers move r",
         "replicas list",
         "replicas pause r",
         "replicas drain r",

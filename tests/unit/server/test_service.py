@@ -30,7 +30,7 @@ MODEL = "tiny/fake"
 
 def new_service(data: Path, backends: dict[str, FakeBackend], **settings: Any) -> Service:
     models = {name: Path("/models") for name in backends}
-    return Service(Settings(data=data, models=models, **settings), Clock(), dict(backends))
+    return Service(Settings(data=data, models=models, **settings), Clock(), {name: [one] for name, one in backends.items()})
 
 
 async def a_run(service: Service) -> RunId:
@@ -176,7 +176,7 @@ async def test_a_model_that_cannot_be_loaded_is_told_by_the_app(
         raise BackendError("no such model")
 
     monkeypatch.setattr(backend, "describe", fail)
-    app = create_app(Settings(data=data, models={}), backends={MODEL: backend})
+    app = create_app(Settings(data=data, models={}), backends={MODEL: [backend]})
     with pytest.raises(BackendError):
         async with app.router.lifespan_context(app):
             raise AssertionError("it must not start")
@@ -239,7 +239,7 @@ async def test_a_server_that_was_away_for_days_keeps_what_its_clients_come_back_
 ) -> None:
     clock = Clock()
     service = Service(
-        Settings(data=tmp_path, models={MODEL: Path("/models")}), clock, {MODEL: FakeBackend()}
+        Settings(data=tmp_path, models={MODEL: Path("/models")}), clock, {MODEL: [FakeBackend()]}
     )
     await service.start()
     rooms = service.rooms

@@ -37,7 +37,7 @@ async def test_a_worker_is_started_with_what_the_settings_say(
     )
     path = with_tokenizer(tiny_llama(tmp_path / "model"))
     with pytest.raises(BackendError, match="that will do"):
-        await app._worker(settings, "org/name", path)()
+        await app._worker(settings, "org/name", path, 0)()
     arguments = main.parse([*words, "--fd", "0"])
     assert arguments.device == torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert arguments.device_run_bytes == 2**21
