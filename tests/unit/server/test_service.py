@@ -30,7 +30,11 @@ MODEL = "tiny/fake"
 
 def new_service(data: Path, backends: dict[str, FakeBackend], **settings: Any) -> Service:
     models = {name: Path("/models") for name in backends}
-    return Service(Settings(data=data, models=models, **settings), Clock(), {name: [one] for name, one in backends.items()})
+    return Service(
+        Settings(data=data, models=models, **settings),
+        Clock(),
+        {name: [one] for name, one in backends.items()},
+    )
 
 
 async def a_run(service: Service) -> RunId:
