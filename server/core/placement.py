@@ -10,7 +10,7 @@ place.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from server.core.ids import RunId
@@ -37,9 +37,14 @@ class Load:
 ONE_BUSY = Load(working=1, busy=1, runs=1)
 
 
-def load_of(*, busy: bool, silent_s: float) -> Load:
-    """Of one run, that asked for something so many seconds ago."""
-    return Load(working=int(busy or silent_s < LATELY_S), busy=int(busy), runs=1)
+def load_of(runs: Iterable[tuple[bool, float]]) -> Load:
+    """Of each run whether it has work, and how many seconds ago it last asked for something."""
+    working = busy = number = 0
+    for is_busy, silent_s in runs:
+        working += is_busy or silent_s < LATELY_S
+        busy += is_busy
+        number += 1
+    return Load(working, busy, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

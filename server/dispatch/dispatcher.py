@@ -163,7 +163,7 @@ class Dispatcher:
 
     def forget(self, live: LiveRun) -> None:
         """The run is another group's from now on, or nobody's."""
-        live.trainer = live.resident_in = None
+        self._registry.assign(live, None)
         self._served.runs.forget(live.run.owner, live.run.id)
 
     def _gone(self, live: LiveRun) -> None:

@@ -10,7 +10,6 @@ which is not in memory: its snapshot, then the journal.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -68,7 +67,7 @@ class Pool:
 
     def runs(self, trainer: Trainer) -> list[LiveRun]:
         """Those that belong to it."""
-        return [live for live in self._registry.all() if live.trainer == trainer.name]
+        return self._registry.members(trainer.name)
 
     # ------------------------------------------------------------ placing
 
@@ -102,38 +101,45 @@ class Pool:
         return list(self._registry.busy(self.base_model, trainer))
 
     def _is_astray(self, live: LiveRun) -> bool:
-        trainer = None if live.trainer is None else self._trainers[live.trainer]
-        return trainer is None or not (trainer.takes_runs() or trainer.dispatcher.has(live))
+        """Whether it should be placed: it has no group, or nothing holds it to one that is lost."""
+        if live.trainer is None:
+            return True
+        trainer = self._trainers[live.trainer]
+        stays = trainer.takes_runs() or trainer.dispatcher.has(live)
+        return not stays and self.elsewhere(trainer.name)
 
     def _place(self, lives: Iterable[LiveRun], *, moved: bool = False) -> None:
         """Runs that have work; where no group takes any, they wait."""
         by_id = {live.run.id: live for live in lives}
         chosen = placed(list(by_id), self._groups())
         for id_, live in by_id.items():
-            live.trainer = live.resident_in = None
+            self._registry.assign(live, None)
             if name := chosen.get(id_):
                 self._assign(live, self._trainers[name], moved=moved)
 
     def _assign(self, live: LiveRun, trainer: Trainer, *, moved: bool) -> None:
-        live.trainer = trainer.name
+        self._registry.assign(live, trainer.name)
         trainer.arrivals += moved
         trainer.dispatcher.wake()
 
     def _groups(self) -> list[Group]:
-        loads: defaultdict[str | None, Load] = defaultdict(Load)
-        now = self._clock()
-        for live in self._registry.all():
-            silent_s = now - live.run.last_request_at
-            loads[live.trainer] += load_of(busy=bool(live.pending), silent_s=silent_s)
         return [
             Group(
                 name=one.name,
-                load=loads[one.name],
+                load=self._load(one),
                 alive=one.backend.alive,
                 open=not one.draining,
             )
             for one in self._trainers.values()
         ]
+
+    def _load(self, trainer: Trainer) -> Load:
+        if len(self._trainers) == 1:
+            return Load()  # there is nothing to compare it with, and runs may be many
+        now = self._clock()
+        return load_of(
+            (bool(live.pending), now - live.run.last_request_at) for live in self.runs(trainer)
+        )
 
     # ------------------------------------------------------------ moving
 

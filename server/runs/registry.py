@@ -82,6 +82,10 @@ class Registry:
         self._fetch = fetch
         self._runs: WeakValueDictionary[RunId, LiveRun] = WeakValueDictionary()
         self._recent: Recent[RunId, LiveRun] = Recent()
+        self._members: defaultdict[str, WeakValueDictionary[RunId, LiveRun]] = defaultdict(
+            WeakValueDictionary
+        )
+        """Those that belong to a trainer group."""
         self._busy: defaultdict[str, dict[RunId, LiveRun]] = defaultdict(dict)
         """Those with pending requests, by base model."""
         self._pass_bytes: Counter[TenantId] = Counter()
@@ -103,9 +107,17 @@ class Registry:
     def known(self, run: RunId) -> LiveRun:
         return self._runs[run]
 
-    def all(self) -> list[LiveRun]:
-        """Every run that is in memory."""
-        return list(self._runs.values())
+    def assign(self, live: LiveRun, trainer: str | None) -> None:
+        """The run, which is nowhere in memory, belongs to that group from now on, or to none."""
+        if live.trainer is not None:
+            self._members[live.trainer].pop(live.run.id, None)
+        if trainer is not None:
+            self._members[trainer][live.run.id] = live
+        live.trainer, live.resident_in = trainer, None
+
+    def members(self, trainer: str) -> list[LiveRun]:
+        """The runs that belong to a trainer group."""
+        return list(self._members[trainer].values())
 
     def busy(self, base_model: str, trainer: str | None) -> Iterator[LiveRun]:
         """The runs of one trainer group, or those without, of which anything waits or runs."""

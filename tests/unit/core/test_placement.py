@@ -73,15 +73,15 @@ def test_one_after_the_other_is_the_same_as_together(given_groups: list[Group]):
 
 
 def test_new_runs_that_have_sent_nothing_yet_count_already():
-    silent = load_of(busy=False, silent_s=1)
+    silent = load_of([(False, 1)])
     assert placed(runs(1), [Group(name="a", load=silent), Group(name="b", load=Load())]) == {
         "r0": "b"
     }
 
 
 def test_runs_that_are_silent_for_long_count_least():
-    forgotten = load_of(busy=False, silent_s=LATELY_S)
-    many = [Group(name="a", load=forgotten + forgotten), Group(name="b", load=ONE_BUSY)]
+    forgotten = load_of([(False, LATELY_S), (False, 2 * LATELY_S)])
+    many = [Group(name="a", load=forgotten), Group(name="b", load=load_of([(True, 0)]))]
     assert placed(runs(1), many) == {"r0": "a"}
     assert placed(runs(1), [many[0], Group(name="c", load=Load())]) == {"r0": "c"}
 

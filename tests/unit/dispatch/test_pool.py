@@ -265,6 +265,23 @@ async def test_a_run_is_restored_elsewhere_only_from_what_is_on_disk(place: Work
     await check(place, run, 2)
 
 
+async def test_after_a_restart_runs_are_placed_anew(db: Database, data: Path):
+    place = Workplace(db, data, FakeBackend(), Clock(), more=[FakeBackend()])
+    async with place.running():
+        runs = [await place.create() for _ in range(2)]
+        for run in runs:
+            await place.finished(*await steps(place, run, 1, 2))
+        for run in runs:
+            await place.trainers.move(run, "trainer-1")
+    for run in runs:
+        await steps(place, run, 5, 1)
+    later = await place.restarted()
+    async with later.running():
+        assert sorted(home(later, run) or "" for run in runs) == names(later)
+        for run in runs:
+            await check(later, run, 3)
+
+
 async def test_a_request_that_groups_die_of_fails_alone_whichever_they_are(place: Workplace):
     runs = [await place.create() for _ in range(4)]
     deadly = await place.compute(runs[0], 1, [DEADLY_TOKEN])

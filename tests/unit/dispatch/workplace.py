@@ -90,9 +90,11 @@ class Workplace:
         self.dispatcher = self.pool.trainers[0].dispatcher
 
     async def restarted(self, db: Database | None = None) -> Workplace:
-        """What a new process finds: the database, the files, and a backend that knows nothing."""
-        self.backend.kill()
-        later = Workplace(db or self.db, self.data, self.backend, self.clock)
+        """What a new process finds: the database, the files, and backends that know nothing."""
+        for backend in self.backends:
+            backend.kill()
+        first, *more = self.backends
+        later = Workplace(db or self.db, self.data, first, self.clock, more=more)
         await later.runs.resume(await later.ledger.start())
         return later
 

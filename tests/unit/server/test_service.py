@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from backends.contract import BackendError
+from backends.contract import BackendError, ModelInfo
 from server import housekeeping
 from server.app import Service, StartRefused, create_app
 from server.core.ids import RequestId, RunId, SessionId
@@ -149,6 +149,19 @@ async def test_folders_that_a_crash_left_are_removed_and_no_others(data: Path):
     await second.start()
     assert [entry.name for entry in storage.root.iterdir()] == [snapshot]
     await second.stop()
+
+
+async def test_a_trainer_group_that_cannot_start_is_named_by_its_own_words(data: Path):
+    class Unable(FakeBackend):
+        async def describe(self) -> ModelInfo:
+            raise BackendError("there is no cuda:1")
+
+    models = {MODEL: Path("/models")}
+    groups = [FakeBackend(), Unable()]
+    service = Service(Settings(data=data, models=models), Clock(), {MODEL: groups})
+    with pytest.raises(BackendError, match="there is no cuda:1"):
+        await service.start()
+    await service.stop()
 
 
 async def test_others_are_let_in_only_with_keys(data: Path):
