@@ -433,7 +433,6 @@ def _worker(
     """Of the base model's trainer group with this number."""
     logs = settings.data / "logs"
     cores = max(1, (os.cpu_count() or 1) // settings.trainer_groups)
-    devices = settings.device.split(",")
     log_name = f"{name.replace('/', '--')}-{number}" if number else name.replace("/", "--")
 
     async def start() -> SubprocessBackend:
@@ -441,7 +440,7 @@ def _worker(
         return await SubprocessBackend.start(
             path,
             dtype=settings.dtype,
-            device=devices[number % len(devices)],
+            device=settings.device,
             device_run_bytes=settings.device_run_bytes,
             threads=settings.threads or cores,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,

@@ -53,8 +53,7 @@ class Settings(BaseSettings):
     """Trainers of each base model: every run is with one of them at a time."""
 
     device: str = "auto"
-    """Where base models compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if torch finds one.
-    The trainer groups of a base model take those of `cuda:0,cuda:1` in turn."""
+    """Where base models compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if torch finds one."""
 
     device_run_bytes: int | None = Field(default=None, ge=2**20)
     """How much of a GPU the adapters, gradients and moments of runs may take; those idle longest

@@ -17,25 +17,25 @@ from tests.tiny_models import tiny_llama, with_tokenizer
 from tests.unit.backends.material import run_good, sft, spec
 
 
-async def test_trainer_groups_share_the_cores_and_take_the_devices_in_turn(
+async def test_trainer_groups_share_the_cores_and_have_logs_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    started: list[tuple[object, object, str]] = []
+    started: list[tuple[object, str]] = []
 
     async def start(path: Path, **options: object) -> None:
         log_file = options["log_file"]
         assert isinstance(log_file, Path)
-        started.append((options["device"], options["threads"], log_file.name))
+        started.append((options["threads"], log_file.name))
 
     monkeypatch.setattr(SubprocessBackend, "start", start)
     monkeypatch.setattr(app.os, "cpu_count", lambda: 7)
-    settings = Settings(data=tmp_path, trainer_groups=3, device="cuda:0,cuda:1")
+    settings = Settings(data=tmp_path, trainer_groups=3)
     for number in range(3):
         await app._worker(settings, "org/name", tmp_path, number)()
     assert started == [
-        ("cuda:0", 2, "worker-org--name.log"),
-        ("cuda:1", 2, "worker-org--name-1.log"),
-        ("cuda:0", 2, "worker-org--name-2.log"),
+        (2, "worker-org--name.log"),
+        (2, "worker-org--name-1.log"),
+        (2, "worker-org--name-2.log"),
     ]
 
 
