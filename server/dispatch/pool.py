@@ -157,10 +157,13 @@ class Pool:
         name = placed([live.run.id], groups).get(live.run.id)
         return None if name is None else self._trainers[name]
 
+    def is_moving(self, live: LiveRun) -> bool:
+        return live.run.id in self._moves
+
     def move(self, live: LiveRun, to: Trainer | None = None) -> None:
         """To that group, or the one that is least loaded when it comes. A run that moves already
         goes on."""
-        if live.run.id not in self._moves:
+        if not self.is_moving(live):
             self._moves[live.run.id] = asyncio.create_task(self._move(live, to))
 
     async def _move(self, live: LiveRun, to: Trainer | None) -> None:

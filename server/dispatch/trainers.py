@@ -159,15 +159,17 @@ class Trainers:
 
     async def move(self, run: RunId, name: str | None) -> str:
         """Have a run go to that group, or to the least loaded of the others, at the end of the
-        request that it is in; returns which. Raises NotFound, BadInput, and Unavailable when the
-        group takes no runs."""
+        request that it is in; returns which. Raises NotFound, BadInput, and Unavailable when it
+        moves already or the group takes no runs."""
         live = await self._registry.get(run, None)
         pool = self._pools.get(live.run.base_model)
         if pool is None:
             raise Unavailable(f"base model {live.run.base_model!r} is not served")
+        if pool.is_moving(live):
+            raise Unavailable(f"run {run} is moving already")
         if name is None:
             target = pool.other(live)
-            if target is None:
+            if target is None or not target.takes_runs():
                 raise Unavailable(f"no other trainer of {pool.base_model} takes runs now")
         else:
             owner, target = self._find(name)

@@ -370,6 +370,16 @@ async def test_what_operators_ask_for_in_vain_is_refused_in_words(place: Workpla
         place.trainers.drain("trainer-9")
     with pytest.raises(NotFound, match="model_id 'nobody' does not exist"):
         await place.trainers.move(RunId("nobody"), None)
+    place.backend.hold()
+    asked = await place.compute(run, 1, [1])
+    await place.trainers.move(run, None)
+    with pytest.raises(Unavailable, match="is moving already"):
+        await place.trainers.move(run, "trainer-1")
+    place.backend.let_go()
+    await place.finished(asked)
+    await until(lambda: home(place, run) == "trainer-1")
+    await place.trainers.move(run, "trainer-0")
+    await until(lambda: home(place, run) == "trainer-0")
     place.trainers.drain("trainer-1")
     with pytest.raises(Unavailable, match="trainer-1 takes no runs: it is drain"):
         await place.trainers.move(run, "trainer-1")
