@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from fastapi import FastAPI
 
 from backends.contract import (
     BackendError,
-    MemoryReport,
     ModelInfo,
     SamplingEngine,
     SamplingFleet,
@@ -48,7 +48,7 @@ from server.api import (
     usage,
     weights,
 )
-from server.api.rooms import Progress, Rooms
+from server.api.rooms import Rooms
 from server.audit.service import Audit
 from server.catalogue import Catalogue, ServedModel
 from server.checkpoints import queries as checkpoint_queries
@@ -56,10 +56,9 @@ from server.checkpoints.downloads import Downloads, load_secret
 from server.checkpoints.service import Checkpoints
 from server.checkpoints.storage import Storage
 from server.core.ids import TenantId
-from server.core.records import Run
 from server.dispatch.choosing import DispatchSettings
 from server.dispatch.device import Restartable
-from server.dispatch.dispatcher import Dispatcher
+from server.dispatch.trainers import Trainers
 from server.housekeeping import Housekeeping
 from server.losses.service import Check, CustomLosses
 from server.oai.bills import Bills
@@ -120,23 +119,27 @@ class Service:
         self,
         settings: Settings,
         clock: Callable[[], float] = time.time,
-        backends: Mapping[str, Backend] | None = None,
+        backends: Mapping[str, Sequence[Backend]] | None = None,
         fleets: Mapping[str, SamplingFleet] | None = None,
     ) -> None:
-        """`backends` stand in for the workers that the settings would start, `fleets` for the vLLM
-        replicas."""
+        """`backends` stand in for the workers that the settings would start, one a trainer group,
+        `fleets` for the vLLM replicas."""
         self._settings = settings
         self._db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))
         self._catalogue = Catalogue()
-        self._backends: Mapping[str, Backend] = backends or {
-            name: SupervisedBackend(_worker(settings, name, path))
+        self._backends: Mapping[str, Sequence[Backend]] = backends or {
+            name: [
+                SupervisedBackend(_worker(settings, name, path, number))
+                for number in range(settings.trainer_groups)
+            ]
             for name, path in settings.models.items()
         }
         self._fleets: dict[str, SamplingFleet] = dict(fleets or {})
-        self._engines: dict[str, SamplingEngine] = {**self._backends, **self._fleets}
+        self._engines: dict[str, SamplingEngine] = {
+            **{name: groups[0] for name, groups in self._backends.items()},
+            **self._fleets,
+        }
         self._gates = _gates(settings, self._backends)
-        self._dispatchers: dict[str, Dispatcher] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self._housekeeping: asyncio.Task[None] | None = None
         self.rooms = self._build_rooms(clock)
         self._clock = clock
@@ -160,13 +163,12 @@ class Service:
         unfinished = await self.rooms.ledger.start()
         await self.rooms.runs.resume(unfinished)
         await self.rooms.samplers.resume(unfinished)
-        for dispatcher in self._dispatchers.values():
-            self._tasks.append(asyncio.create_task(dispatcher.run()))
+        self._trainers.start()
         housekeeping = Housekeeping(self.rooms)
         self._housekeeping = asyncio.create_task(housekeeping.run())
 
     async def _start_model(self, name: str) -> None:
-        info = _limited(await self._backends[name].describe(), self._settings)
+        info = _limited(await _started(self._backends[name]), self._settings)
         if self._settings.engine == "vllm":
             names = _replica_names(self._settings, list(self._backends).index(name))
             if name not in self._fleets:
@@ -184,19 +186,14 @@ class Service:
             self._housekeeping.cancel()
             with suppress(asyncio.CancelledError):
                 await self._housekeeping
-        for dispatcher in self._dispatchers.values():
-            dispatcher.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._settings.drain_grace_s)
+        await self._trainers.finish(self._settings.drain_grace_s)
         await self.rooms.samplers.drain()
         await self.rooms.oai.stop()
         await self.rooms.traces.stop()
         await asyncio.gather(*(fleet.stop() for fleet in self._fleets.values()))
-        for backend in self._backends.values():
-            await backend.stop(grace_s=5.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        groups = chain.from_iterable(self._backends.values())
+        await asyncio.gather(*(backend.stop(grace_s=5.0) for backend in groups))
+        await self._trainers.stop()
         await self._db.stop()
 
     def _build_rooms(self, clock: Callable[[], float]) -> Rooms:
@@ -216,25 +213,17 @@ class Service:
             lora_alpha=settings.lora_alpha,
             max_pass_bytes=settings.max_waiting_training_bytes,
             clock=clock,
-            wake=lambda model: self._dispatchers[model].wake(),
+            wake=lambda live: self._trainers.wake(live),
             refuse_stable_reinforce=settings.stable_reinforce == "refuse",
         )
-        for name, backend in self._backends.items():
-            self._dispatchers[name] = Dispatcher(
-                base_model=name,
-                backend=backend,
-                registry=runs.registry,
-                checkpoints=checkpoints_room,
-                ledger=ledger,
-                settings=DispatchSettings(
-                    token_budget=settings.tick_token_budget,
-                    gap_wait_s=settings.gap_wait_s,
-                    snapshot_after_s=settings.snapshot_after_s,
-                    run_memory_bytes=settings.run_memory_bytes // len(self._backends),
-                    tenant_weights=_tenant_weights(settings),
-                ),
-                clock=clock,
-            )
+        self._trainers = Trainers(
+            self._backends,
+            registry=runs.registry,
+            checkpoints=checkpoints_room,
+            ledger=ledger,
+            settings=self._dispatch_settings(),
+            clock=clock,
+        )
         samplers = self._build_samplers(ledger, sessions_room, checkpoints_room, runs, clock)
         return Rooms(
             settings=settings,
@@ -252,11 +241,9 @@ class Service:
             usage=usage_room,
             audit=Audit(self._db, clock),
             traces=Traces(self._db, data / "traces", secret, clock),
-            free=self._free,
-            memory=self._memory,
+            trainers=self._trainers,
             replicas=Replicas(self._fleets, ledger.wake_all),
             hold=self._hold,
-            progress=self._progress,
             operator_token=secrets.token_urlsafe(),
         )
 
@@ -287,7 +274,7 @@ class Service:
         )
 
     def _loss_checks(self) -> Mapping[str, Check]:
-        return {name: backend.check_loss for name, backend in self._backends.items()}
+        return {name: groups[0].check_loss for name, groups in self._backends.items()}
 
     def _build_oai(
         self, samplers: Samplers, checkpoints_room: Checkpoints, clock: Callable[[], float]
@@ -299,26 +286,24 @@ class Service:
             clock=clock,
         )
 
-    def _free(self, run: Run) -> None:
-        # A run of a model that is not served any more has nothing to free.
-        if dispatcher := self._dispatchers.get(run.base_model):
-            dispatcher.release([run.id])
-
-    async def _memory(self) -> Mapping[str, MemoryReport]:
-        return {name: await backend.memory() for name, backend in self._backends.items()}
+    def _dispatch_settings(self) -> DispatchSettings:
+        settings = self._settings
+        num_groups = sum(len(groups) for groups in self._backends.values())
+        return DispatchSettings(
+            token_budget=settings.tick_token_budget,
+            gap_wait_s=settings.gap_wait_s,
+            snapshot_after_s=settings.snapshot_after_s,
+            run_memory_bytes=settings.run_memory_bytes // num_groups,
+            tenant_weights=_tenant_weights(settings),
+        )
 
     def _hold(self, on: bool) -> None:
-        for one in (*self._dispatchers.values(), *self._gates.values()):
+        self._trainers.hold(on)
+        for gate in self._gates.values():
             if on:
-                one.hold()
+                gate.hold()
             else:
-                one.let_go()
-
-    def _progress(self) -> Mapping[str, Progress]:
-        return {
-            name: Progress(ticks=dispatcher.ticks, tokens=dispatcher.tokens)
-            for name, dispatcher in self._dispatchers.items()
-        }
+                gate.let_go()
 
     async def _remove_orphans(self) -> None:
         """Folders that a crash left before any row named them."""
@@ -340,7 +325,7 @@ def create_app(
     on_ready: Callable[[], None] = lambda: None,
     *,
     clock: Callable[[], float] = time.time,
-    backends: Mapping[str, Backend] | None = None,
+    backends: Mapping[str, Sequence[Backend]] | None = None,
 ) -> FastAPI:
     """The ASGI application; its lifespan starts and stops the service."""
     settings.data.mkdir(parents=True, exist_ok=True)
@@ -383,6 +368,17 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+async def _started(groups: Sequence[Backend]) -> ModelInfo:
+    """Of the base model, once all its trainer groups are up. Raises BackendError: when one cannot
+    start, the others need not."""
+    try:
+        async with asyncio.TaskGroup() as starting:
+            infos = [starting.create_task(one.describe()) for one in groups]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return infos[0].result()
 
 
 def _tenant_weights(settings: Settings) -> Mapping[TenantId, float]:
@@ -432,9 +428,12 @@ def _vllm(settings: Settings, name: str, info: ModelInfo, replicas: Sequence[str
 
 
 def _worker(
-    settings: Settings, name: str, path: Path
+    settings: Settings, name: str, path: Path, number: int
 ) -> Callable[[], Awaitable[SubprocessBackend]]:
+    """Of the base model's trainer group with this number."""
     logs = settings.data / "logs"
+    cores = max(1, (os.cpu_count() or 1) // settings.trainer_groups)
+    log_name = f"{name.replace('/', '--')}-{number}" if number else name.replace("/", "--")
 
     async def start() -> SubprocessBackend:
         logs.mkdir(parents=True, exist_ok=True)
@@ -443,10 +442,10 @@ def _worker(
             dtype=settings.dtype,
             device=settings.device,
             device_run_bytes=settings.device_run_bytes,
-            threads=settings.threads or os.cpu_count() or 1,
+            threads=settings.threads or cores,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             activation_checkpointing=settings.activation_checkpointing,
-            log_file=logs / f"worker-{name.replace('/', '--')}.log",
+            log_file=logs / f"worker-{log_name}.log",
         )
 
     return start

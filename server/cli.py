@@ -24,6 +24,7 @@ from server.tenancy.keys import Keys
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
 app.add_typer(keys_app, name="keys")
+app.add_typer(operate.trainers, name="trainers")
 app.add_typer(operate.replicas, name="replicas")
 app.command()(operate.maintenance)
 
@@ -47,6 +48,9 @@ def serve(
     data: Data = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker.")] = None,
+    trainer_groups: Annotated[
+        int | None, typer.Option(help="Trainer groups of each base model.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="What samples: embedded or vllm.")] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM servers of each base model.")] = None,
     engine_url: Annotated[
@@ -61,6 +65,7 @@ def serve(
         data=data,
         dtype=dtype,
         threads=threads,
+        trainer_groups=trainer_groups,
         engine="vllm" if engine_url and engine is None else engine,
         engine_replicas=replicas,
         engine_urls=tuple(engine_url) or None,

@@ -49,6 +49,9 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the frozen base model. Adapters and optimizer state are always float32."""
 
+    trainer_groups: int = Field(default=1, ge=1, le=64)
+    """Trainers of each base model: every run is with one of them at a time."""
+
     device: str = "auto"
     """Where base models compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if torch finds one."""
 
@@ -57,7 +60,7 @@ class Settings(BaseSettings):
     wait in host memory. Unset, they move when the GPU's memory runs out."""
 
     threads: int = Field(default=0, ge=0)
-    """CPU threads of each worker; 0 takes every core."""
+    """CPU threads of each worker; 0 takes every core, and divides them among trainer groups."""
 
     max_tokens_per_microbatch: int = Field(default=1024, ge=16)
     """Tokens that go through the model at once: bounds memory, and how long sampling waits."""
@@ -137,7 +140,7 @@ class Settings(BaseSettings):
     """Share of the computing that a tenant gets when others want it too; 1 where none is given."""
 
     run_memory_bytes: int = Field(default_factory=lambda: _machine_memory() // 2, ge=2**20)
-    """Memory for adapters, gradients and optimizer states, an equal part for each base model; of
+    """Memory for adapters, gradients and optimizer states, an equal part for each trainer group; of
     what is more, the runs that were idle longest go to disk until they are asked for. By default
     half of the machine's."""
 

@@ -17,6 +17,28 @@ from tests.tiny_models import tiny_llama, with_tokenizer
 from tests.unit.backends.material import run_good, sft, spec
 
 
+async def test_trainer_groups_share_the_cores_and_have_logs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[tuple[object, str]] = []
+
+    async def start(path: Path, **options: object) -> None:
+        log_file = options["log_file"]
+        assert isinstance(log_file, Path)
+        started.append((options["threads"], log_file.name))
+
+    monkeypatch.setattr(SubprocessBackend, "start", start)
+    monkeypatch.setattr(app.os, "cpu_count", lambda: 7)
+    settings = Settings(data=tmp_path, trainer_groups=3)
+    for number in range(3):
+        await app._worker(settings, "org/name", tmp_path, number)()
+    assert started == [
+        (2, "worker-org--name.log"),
+        (2, "worker-org--name-1.log"),
+        (2, "worker-org--name-2.log"),
+    ]
+
+
 @pytest.mark.parametrize(("checkpointing", "recompute"), [("on", True), ("off", False)])
 async def test_a_worker_is_started_with_what_the_settings_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str, recompute: bool
@@ -37,8 +59,9 @@ async def test_a_worker_is_started_with_what_the_settings_say(
     )
     path = with_tokenizer(tiny_llama(tmp_path / "model"))
     with pytest.raises(BackendError, match="that will do"):
-        await app._worker(settings, "org/name", path)()
+        await app._worker(settings, "org/name", path, 0)()
     arguments = main.parse([*words, "--fd", "0"])
+    assert arguments.threads == 1
     assert arguments.device == torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert arguments.device_run_bytes == 2**21
     trainer, _ = main.load(arguments)
