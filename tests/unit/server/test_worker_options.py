@@ -23,7 +23,7 @@ async def test_a_worker_is_started_with_what_the_settings_say(
 ):
     words: list[str] = []
 
-    async def spawn(options: dict[str, object], log: object) -> None:
+    async def spawn(options: dict[str, object], log: object, variables: dict[str, str]) -> None:
         words.extend(str(word) for option in options.items() for word in option)
         raise BackendError("that will do")
 
