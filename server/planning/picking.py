@@ -73,8 +73,10 @@ def place(task: Task, backend: Backend) -> Placement:
     """Raises PlanRefused when there is no way."""
     if task.shape.experts and backend != "megatron":
         raise PlanRefused(f"{backend}: mixture-of-experts models need the Megatron backend")
-    if _fewest(task, backend) > task.machine.gpus:
-        raise PlanRefused(f"{backend}: on one GPU it is the local backend with more in the way")
+    if not _trainer_gpus(task, backend):
+        raise PlanRefused(
+            f"{backend}: with one GPU for the trainer it is the local backend, and more in the way"
+        )
     found = _shared(task, backend) if task.machine.gpus == 1 else _beside_vllm(task, backend)
     if backend == "local":
         found = itertools.chain(found, _embedded(task))
@@ -99,9 +101,13 @@ def choose(task: Task) -> tuple[dict[Backend, Placement | PlanRefused], Backend 
     return outcomes, next(iter([*beside, *placed]), None)
 
 
-def _fewest(task: Task, backend: Backend) -> int:
-    """GPUs for the trainer with which the backend is of use."""
-    return 1 if backend == "local" or task.shape.experts else 2
+def _trainer_gpus(task: Task, backend: Backend) -> range:
+    """How many GPUs the trainer may have beside vLLM: half of them, or more."""
+    gpus = task.machine.gpus
+    fewest = 1 if backend == "local" or task.shape.experts else 2
+    if backend == "local" or gpus == 1:
+        return range(fewest, 2)
+    return range(max(fewest, gpus // 2), gpus)
 
 
 def _shared(task: Task, backend: Backend) -> Iterator[Placement]:
@@ -119,9 +125,8 @@ def _shared(task: Task, backend: Backend) -> Iterator[Placement]:
 
 def _beside_vllm(task: Task, backend: Backend) -> Iterator[Placement]:
     """Half of the GPUs train, or as many more as it takes."""
-    machine, fewest = task.machine, _fewest(task, backend)
-    several = range(max(fewest, machine.gpus // 2), machine.gpus)
-    for gpus in (1,) if backend == "local" else several:
+    machine = task.machine
+    for gpus in _trainer_gpus(task, backend):
         replica = engine.smallest_replica(
             task.shape,
             task.serving,
@@ -198,10 +203,12 @@ def _divisors(number: int) -> list[int]:
 
 
 def _why_not(task: Task, backend: Backend) -> str:
-    gpus = 1 if backend == "local" else max(1, task.machine.gpus - 1)
     smallest, workload = MICROBATCHES[-1], task.workload
-    trainers = _trainers(task, backend, gpus)
-    needs = min(trainer.total(smallest, recompute=True) for trainer in trainers)
+    needs, gpus = min(
+        (trainer.total(smallest, recompute=True), gpus)
+        for gpus in _trainer_gpus(task, backend)
+        for trainer in _trainers(task, backend, gpus)
+    )
     least = engine.replica(task.shape, task.serving, task.dtype_bytes, 1).least
     return (
         f"{backend}: {counted(workload.runs, 'run')} of rank {workload.made.rank} would take "
