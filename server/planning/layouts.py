@@ -41,6 +41,24 @@ class Sizes:
         return None
 
 
+def possible(shape: ModelShape, gpus: int) -> list[Sizes]:
+    """All that Megatron can do on so many GPUs: the fewest that share one token first, those
+    without pipeline before those with, the most ranks for experts."""
+    found = [
+        Sizes(tensor=tensor, pipeline=pipeline, data=gpus // (tensor * pipeline), expert=expert)
+        for tensor in _divisors(gpus)
+        for pipeline in _divisors(gpus // tensor)
+        for expert in _divisors(gpus // (tensor * pipeline))
+        if expert == 1 or shape.experts
+    ]
+    allowed = [sizes for sizes in found if sizes.refusal(shape) is None]
+    return sorted(allowed, key=lambda s: (s.tensor * s.pipeline, s.pipeline, -s.expert))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Consecutive layers on the ranks of one pipeline stage."""

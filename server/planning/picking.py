@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from server.planning import engine, memory
 from server.planning.engine import ReplicaMemory, Serving
-from server.planning.layouts import Sizes
+from server.planning.layouts import possible
 from server.planning.memory import Backend, TrainerMemory, Workload
 from server.planning.shapes import ModelShape, PlanRefused
+from server.planning.words import counted, gib
 
 BACKENDS: tuple[Backend, ...] = ("local", "fsdp", "megatron")
 
@@ -180,26 +181,8 @@ def _trainers(task: Task, backend: Backend, gpus: int) -> Iterable[TrainerMemory
         case "fsdp":
             yield memory.fsdp(task.shape, task.workload, gpus)
         case "megatron":
-            for sizes in layouts_of(task.shape, gpus):
+            for sizes in possible(task.shape, gpus):
                 yield memory.megatron(task.shape, task.workload, sizes)
-
-
-def layouts_of(shape: ModelShape, gpus: int) -> list[Sizes]:
-    """All that Megatron can do on so many GPUs: the fewest that share one token first, those
-    without pipeline before those with, the most ranks for experts."""
-    found = [
-        Sizes(tensor=tensor, pipeline=pipeline, data=gpus // (tensor * pipeline), expert=expert)
-        for tensor in _divisors(gpus)
-        for pipeline in _divisors(gpus // tensor)
-        for expert in _divisors(gpus // (tensor * pipeline))
-        if expert == 1 or shape.experts
-    ]
-    allowed = [sizes for sizes in found if sizes.refusal(shape) is None]
-    return sorted(allowed, key=lambda s: (s.tensor * s.pipeline, s.pipeline, -s.expert))
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _why_not(task: Task, backend: Backend) -> str:
@@ -216,11 +199,3 @@ def _why_not(task: Task, backend: Backend) -> str:
         f"{gib(least)}; {counted(task.machine.gpus, 'GPU')} of {gib(task.machine.gpu_bytes)} "
         "cannot hold both"
     )
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"

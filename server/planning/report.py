@@ -9,8 +9,9 @@ from rich.table import Column, Table
 
 from server.planning import engine
 from server.planning.memory import CONTEXT_BYTES, Backend
-from server.planning.picking import Placement, Task, choose, counted, gib
+from server.planning.picking import Placement, Task, choose
 from server.planning.shapes import PlanRefused
+from server.planning.words import counted, gib
 
 _FOUND = (
     "Base, adapters and optimizer are exact. Activations were within 20 % of what the local "

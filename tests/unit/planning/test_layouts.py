@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.planning.layouts import Sizes, adapter_numbers, base_parameters, stages
+from server.planning.layouts import Sizes, adapter_numbers, base_parameters, possible, stages
 from server.planning.linears import GROUPS
 from server.planning.shapes import ModelShape
-from tests.unit.planning.configs import ALL, LLAMA_31_8B, QWEN3_4B, QWEN3_30B_A3B
+from tests.unit.planning.configs import ALL, LLAMA_31_8B, QWEN3_4B, QWEN3_30B_A3B, SMOLLM2_135M
 
 LLAMA = ModelShape.of(LLAMA_31_8B)
 MOE = ModelShape.of(QWEN3_30B_A3B)
@@ -87,3 +87,13 @@ def test_what_a_model_cannot_be_cut_into_is_told(shape: ModelShape, sizes: Sizes
 def test_what_it_can_be_cut_into_is_not_refused():
     assert Sizes(tensor=8, pipeline=4, data=2).refusal(LLAMA) is None
     assert Sizes(tensor=4, data=8, expert=8).refusal(MOE) is None
+
+
+def test_all_layouts_use_all_gpus_and_are_possible():
+    found = possible(MOE, 8)
+    assert Sizes(data=8, expert=8) == found[0]
+    assert len(found) == len(set(found))
+    assert {sizes.world for sizes in found} == {8}
+    assert max(sizes.tensor for sizes in found) == 4  # it has 4 key-value heads
+    dense = possible(ModelShape.of(SMOLLM2_135M), 2)  # 9 heads, 30 layers
+    assert dense == [Sizes(data=2), Sizes(pipeline=2)]

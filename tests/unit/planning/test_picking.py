@@ -11,7 +11,7 @@ from server.planning.activations import PassShape
 from server.planning.engine import Serving
 from server.planning.layouts import Sizes
 from server.planning.memory import Workload
-from server.planning.picking import Machine, Placement, Task, choose, layouts_of, microbatch
+from server.planning.picking import Machine, Placement, Task, choose, microbatch
 from server.planning.report import recommendation
 from server.planning.shapes import ModelShape, PlanRefused
 from tests.unit.planning.configs import (
@@ -20,7 +20,6 @@ from tests.unit.planning.configs import (
     QWEN3_4B,
     QWEN3_8B,
     QWEN3_30B_A3B,
-    SMOLLM2_135M,
 )
 
 GIB = 2**30
@@ -73,17 +72,6 @@ def test_activations_are_kept_where_the_trainer_itself_would_keep_them(tokens, g
     fit = microbatch(trainer, gib * GIB)
     if fit is not None and not fit[1]:
         assert fit[0] * trainer.kept_token <= (gib * GIB - trainer.held) / 2
-
-
-def test_all_layouts_use_all_gpus_and_are_possible():
-    moe = ModelShape.of(QWEN3_30B_A3B)
-    found = layouts_of(moe, 8)
-    assert Sizes(data=8, expert=8) == found[0]
-    assert len(found) == len(set(found))
-    assert {sizes.world for sizes in found} == {8}
-    assert max(sizes.tensor for sizes in found) == 4  # it has 4 key-value heads
-    dense = layouts_of(ModelShape.of(SMOLLM2_135M), 2)  # 9 heads, 30 layers
-    assert dense == [Sizes(data=2), Sizes(pipeline=2)]
 
 
 @pytest.mark.parametrize("config", [QWEN3_4B, QWEN3_8B], ids=["4B", "8B"])
