@@ -29,6 +29,7 @@ from backends.sampling.vllm.assemble import assemble
 from backends.sampling.vllm.launch import LaunchSettings
 from backends.workers.subprocess import SAMPLES_AT_ONCE, SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
+from server import devices
 from server.api import (
     archives,
     audit,
@@ -155,6 +156,8 @@ class Service:
                 f"host is {self._settings.host}, which others can reach, and nobody would be "
                 "asked for a key: make one first with `hearth keys create NAME`"
             )
+        if reason := devices.refusal(self._settings):
+            raise StartRefused(reason)
         if self._settings.engine_urls and len(self._backends) != 1:
             raise StartRefused("engine_urls are those of one base model: serve just one")
         for name in self._backends:
@@ -170,9 +173,9 @@ class Service:
     async def _start_model(self, name: str) -> None:
         info = _limited(await _started(self._backends[name]), self._settings)
         if self._settings.engine == "vllm":
-            names = _replica_names(self._settings, list(self._backends).index(name))
             if name not in self._fleets:
-                self._fleets[name] = _vllm(self._settings, name, info, names)
+                number = list(self._backends).index(name)
+                self._fleets[name] = _vllm(self._settings, name, info, number)
             self._engines[name] = self._fleets[name]
             await self._fleets[name].start()
         path = self._settings.models[name]
@@ -409,7 +412,8 @@ def _replica_names(settings: Settings, model: int) -> list[str]:
     return [f"replica-{model * count + i}" for i in range(count)]
 
 
-def _vllm(settings: Settings, name: str, info: ModelInfo, replicas: Sequence[str]) -> SamplingFleet:
+def _vllm(settings: Settings, name: str, info: ModelInfo, number: int) -> SamplingFleet:
+    """Of the base model with this number."""
     launch = LaunchSettings(
         model=settings.models[name],
         python=settings.engine_python,
@@ -420,10 +424,15 @@ def _vllm(settings: Settings, name: str, info: ModelInfo, replicas: Sequence[str
         max_cpu_loras=max(settings.engine_max_cpu_loras, settings.engine_max_loras),
         max_lora_rank=settings.engine_max_lora_rank,
         kv_cache_bytes=settings.engine_kv_cache_bytes,
+        gpu_memory_utilization=settings.engine_gpu_memory_utilization,
         on_cpu=not has_gpu(),
     )
     return assemble(
-        launch, names=replicas, urls=settings.engine_urls, folder=settings.data / "logs"
+        launch,
+        names=_replica_names(settings, number),
+        urls=settings.engine_urls,
+        folder=settings.data / "logs",
+        devices=devices.of_replicas(settings, number),
     )
 
 
@@ -445,6 +454,7 @@ def _worker(
             threads=settings.threads or cores,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             activation_checkpointing=settings.activation_checkpointing,
+            visible_devices=devices.of_trainer(settings, name, number),
             log_file=logs / f"worker-{log_name}.log",
         )
 

@@ -55,6 +55,10 @@ class Settings(BaseSettings):
     device: str = "auto"
     """Where base models compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if torch finds one."""
 
+    trainer_devices: tuple[str, ...] = ()
+    """Which GPUs each trainer group runs on, in the order of the base models and their groups:
+    CUDA_VISIBLE_DEVICES of each, as "0" or "0,1,2,3"."""
+
     device_run_bytes: int | None = Field(default=None, ge=2**20)
     """How much of a GPU the adapters, gradients and moments of runs may take; those idle longest
     wait in host memory. Unset, they move when the GPU's memory runs out."""
@@ -94,6 +98,14 @@ class Settings(BaseSettings):
 
     engine_max_lora_rank: int = Field(default=64, ge=1, le=512)
     """Largest rank that vLLM can take: memory is set aside for it. Larger runs are refused."""
+
+    engine_devices: tuple[str, ...] = ()
+    """Which GPUs each vLLM server runs on, in the order of the servers: CUDA_VISIBLE_DEVICES of
+    each, as "4" or "4,5"; it is spread over those that are named (tensor parallel)."""
+
+    engine_gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a vLLM takes, where it is not alone there. By default vLLM's
+    own, 0.92; with engine_kv_cache_bytes it only has to be free at the start."""
 
     engine_kv_cache_bytes: int | None = Field(
         default_factory=lambda: None if has_gpu() else 2**30, ge=2**20

@@ -74,12 +74,14 @@ class SubprocessBackend:
         activation_checkpointing: str = "auto",
         log_file: str | Path,
         device: str = "auto",
+        visible_devices: str | None = None,
         device_run_bytes: int | None = None,
         max_batch_size: int = SAMPLES_AT_ONCE,
         kv_token_budget: int = 65_536,
     ) -> SubprocessBackend:
         """Returns when the model is loaded. Raises BackendError with the worker's last words
-        when it cannot be. `log_file` is appended to; `kv_token_budget` is in tokens."""
+        when it cannot be. `log_file` is appended to; `visible_devices` is its
+        CUDA_VISIBLE_DEVICES, if not ours; `kv_token_budget` is in tokens."""
         options = {
             "--model": model_path,
             "--dtype": dtype,
@@ -92,7 +94,8 @@ class SubprocessBackend:
         }
         if device_run_bytes is not None:
             options["--device-run-bytes"] = device_run_bytes
-        backend = await cls._spawn(options, Log(Path(log_file)))
+        variables = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
+        backend = await cls._spawn(options, Log(Path(log_file)), variables)
         try:
             await backend._connection.ready()
         except BaseException:
@@ -192,7 +195,9 @@ class SubprocessBackend:
         await self._call(messages.Update(old, new), messages.Done)
 
     @classmethod
-    async def _spawn(cls, options: Mapping[str, object], log: Log) -> SubprocessBackend:
+    async def _spawn(
+        cls, options: Mapping[str, object], log: Log, variables: Mapping[str, str]
+    ) -> SubprocessBackend:
         ours, theirs = socket.socketpair()
         arguments = [str(word) for option in options.items() for word in option]
         with theirs, log.path.open("ab") as output:
@@ -201,7 +206,7 @@ class SubprocessBackend:
                     *(sys.executable, "-m", "backends.workers.main", *arguments),
                     *("--fd", str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
-                    env={**_ENVIRONMENT, **os.environ},
+                    env={**_ENVIRONMENT, **os.environ, **variables},
                     stdin=DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -184,6 +184,14 @@ async def test_servers_of_one_model_cannot_sample_two(data: Path):
     await service.stop()
 
 
+async def test_devices_are_as_many_as_what_is_started_on_them(data: Path):
+    engine = {"engine": "vllm", "engine_replicas": 2, "engine_devices": ("1",)}
+    service = new_service(data, {MODEL: FakeBackend()}, **engine)
+    with pytest.raises(StartRefused, match="for 1, but 2 vLLM servers are started"):
+        await service.start()
+    await service.stop()
+
+
 async def test_a_model_that_cannot_be_loaded_is_told_by_the_app(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -44,22 +44,27 @@ async def test_a_worker_is_started_with_what_the_settings_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str, recompute: bool
 ):
     words: list[str] = []
+    environment: dict[str, str] = {}
 
-    async def spawn(options: dict[str, object], log: object) -> None:
+    async def spawn(options: dict[str, object], log: object, variables: dict[str, str]) -> None:
         words.extend(str(word) for option in options.items() for word in option)
+        environment.update(variables)
         raise BackendError("that will do")
 
     monkeypatch.setattr(SubprocessBackend, "_spawn", spawn)
+    path = with_tokenizer(tiny_llama(tmp_path / "model"))
     settings = Settings(
         data=tmp_path,
+        models={"org/other": path, "org/name": path},
+        trainer_devices=("0,1", "2,3"),
         threads=1,
         max_tokens_per_microbatch=48,
         device_run_bytes=2**21,
         activation_checkpointing=checkpointing,
     )
-    path = with_tokenizer(tiny_llama(tmp_path / "model"))
     with pytest.raises(BackendError, match="that will do"):
         await app._worker(settings, "org/name", path, 0)()
+    assert environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
     arguments = main.parse([*words, "--fd", "0"])
     assert arguments.threads == 1
     assert arguments.device == torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -49,6 +49,7 @@ async def started(model_path: Path, log_file: Path) -> SubprocessBackend:
         dtype="float32",
         threads=1,
         max_tokens_per_microbatch=64,
+        visible_devices="",
         log_file=log_file,
     )
 
@@ -244,6 +245,10 @@ async def test_stop_lets_the_worker_leave_by_itself(model_path: Path, tmp_path: 
         await running
     assert log_file.read_text().splitlines()[-1].endswith("stopped")
     await backend.stop(1.0)
+
+
+async def test_a_worker_sees_the_devices_that_are_its_own(backend: SubprocessBackend):
+    assert psutil.Process(backend.pid).environ()["CUDA_VISIBLE_DEVICES"] == ""
 
 
 PARENT = """
