@@ -36,12 +36,14 @@ def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
     console.print(_settings(settings, flags))
     console.print(_features(settings))
     live = LiveServer.find(settings.data)
+    if rows := live and live.get("trainers"):
+        console.print(operate.trainer_table(rows))
     for name, memory in ((live and live.get("memory")) or {}).items():
         console.print(_memory(name, memory))
-    if workers := live and live.get("workers"):
-        console.print(_workers(workers))
+    if workers := live and live.get("samplers"):
+        console.print(_samplers(workers))
     if rows := live and live.get("replicas"):
-        console.print(operate.table(rows))
+        console.print(operate.replica_table(rows))
     if ((live and live.get("maintenance")) or {}).get("on"):
         console.print("The server is in maintenance: `hearth maintenance off` ends it.")
 
@@ -111,21 +113,20 @@ def _features(settings: Settings) -> Table:
     return table
 
 
-def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """The processes behind the server that runs on this data folder."""
-    table = Table("model", "worker", "state", "starts", "ranks", title="Workers")
+def _samplers(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """The workers that sample beside trainers which do not."""
+    table = Table("base model", "state", "restarts", title="Sampling workers")
     for worker in workers:
-        state = "up" if worker["alive"] else "down"
-        counts = str(worker["generation"]), str(worker["ranks"])
-        table.add_row(worker["model"], worker["role"], state, *counts)
+        state = "ready" if worker["alive"] else "lost"
+        table.add_row(worker["model"], state, str(max(worker["generation"] - 1, 0)))
     return table
 
 
-def _memory(model: str, memory: Mapping[str, Any]) -> Table:
-    """What the runs of one base model take in the server that runs on this data folder."""
+def _memory(trainer: str, memory: Mapping[str, Any]) -> Table:
+    """What the runs of one trainer group take in the server that runs on this data folder."""
     run_id = Column("run", overflow="fold")  # one that is cut is of no use
     columns = ("weights", "moments", "gradient", "together", "in")
-    table = Table(run_id, *columns, title=f"Memory: {model}")
+    table = Table(run_id, *columns, title=f"Memory: {trainer}")
     table.add_row("(base model)", "", "", "", _mebibytes(memory["base_model"]), "")
     for run, use in sorted(memory["runs"].items()):
         parts = [use["weights"], use["moments"], use["gradient"]]

@@ -49,15 +49,22 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the frozen base model. Adapters and optimizer state are always float32."""
 
+    trainer_groups: int = Field(default=1, ge=1, le=64)
+    """Trainers of each base model: every run is with one of them at a time."""
+
     device: str = "auto"
     """Where base models compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if torch finds one."""
+
+    trainer_devices: tuple[str, ...] = ()
+    """Which GPUs each trainer group runs on, in the order of the base models and their groups:
+    CUDA_VISIBLE_DEVICES of each, as "0" or "0,1,2,3"."""
 
     device_run_bytes: int | None = Field(default=None, ge=2**20)
     """How much of a GPU the adapters, gradients and moments of runs may take; those idle longest
     wait in host memory. Unset, they move when the GPU's memory runs out."""
 
     threads: int = Field(default=0, ge=0)
-    """CPU threads of each worker; 0 takes every core."""
+    """CPU threads of each worker; 0 takes every core, and divides them among trainer groups."""
 
     max_tokens_per_microbatch: int = Field(default=1024, ge=16)
     """Tokens that go through the model at once: bounds memory, and how long sampling waits."""
@@ -120,6 +127,14 @@ class Settings(BaseSettings):
     engine_max_lora_rank: int = Field(default=64, ge=1, le=512)
     """Largest rank that vLLM can take: memory is set aside for it. Larger runs are refused."""
 
+    engine_devices: tuple[str, ...] = ()
+    """Which GPUs each vLLM server runs on, in the order of the servers: CUDA_VISIBLE_DEVICES of
+    each, as "4" or "4,5"; it is spread over those that are named (tensor parallel)."""
+
+    engine_gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a vLLM takes, where it is not alone there. By default vLLM's
+    own, 0.92; with engine_kv_cache_bytes it only has to be free at the start."""
+
     engine_kv_cache_bytes: int | None = Field(
         default_factory=lambda: None if has_gpu() else 2**30, ge=2**20
     )
@@ -165,7 +180,7 @@ class Settings(BaseSettings):
     """Share of the computing that a tenant gets when others want it too; 1 where none is given."""
 
     run_memory_bytes: int = Field(default_factory=lambda: _machine_memory() // 2, ge=2**20)
-    """Memory for adapters, gradients and optimizer states, an equal part for each base model; of
+    """Memory for adapters, gradients and optimizer states, an equal part for each trainer group; of
     what is more, the runs that were idle longest go to disk until they are asked for. By default
     half of the machine's."""
 

@@ -19,14 +19,19 @@ class Command:
     """True is a flag without a value; what is None or False is left out."""
     python: str | Path = sys.executable
     """Of the environment that has what the module needs."""
+    visible_devices: str | None = None
+    """Its CUDA_VISIBLE_DEVICES, if not ours."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that it has beside ours."""
+        devices = self.visible_devices
+        return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
     @property
     def words(self) -> list[str]:
         """The options on the command line."""
-        given = (
-            (name, value) for name, value in self.options.items() if value not in (None, False)
-        )
-        return [str(word) for name, value in given for word in _words(name, value)]
+        return [str(word) for option in self.options.items() for word in _words(*option)]
 
 
 def local_worker(
@@ -38,12 +43,14 @@ def local_worker(
     activation_checkpointing: str = "auto",
     device: str = "auto",
     device_run_bytes: int | None = None,
+    visible_devices: str | None = None,
     max_batch_size: int = SAMPLES_AT_ONCE,
     kv_token_budget: int = 65_536,
 ) -> Command:
     """One process that trains and samples. `kv_token_budget` is in tokens."""
     return Command(
         module="backends.workers.main",
+        visible_devices=visible_devices,
         options={
             "--model": model_path,
             "--dtype": dtype,
@@ -69,6 +76,7 @@ def trainer_group(
     activation_checkpointing: str = "auto",
     device: str = "auto",
     device_run_bytes: int | None = None,
+    visible_devices: str | None = None,
     ray: str | None = None,
     layout: Mapping[str, int | bool] | None = None,
     python: str | Path = sys.executable,
@@ -80,6 +88,7 @@ def trainer_group(
     return Command(
         module="backends.workers.group",
         python=python,
+        visible_devices=visible_devices,
         options={
             "--trainer": trainer,
             "--world-size": world_size,

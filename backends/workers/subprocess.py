@@ -173,7 +173,7 @@ class SubprocessBackend:
                     *(command.python, "-m", command.module, *command.words),
                     *("--fd", str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
-                    env={**_ENVIRONMENT, **os.environ},
+                    env={**_ENVIRONMENT, **os.environ, **command.environment},
                     stdin=DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -146,16 +146,10 @@ def test_a_rank_that_is_killed_is_seen_by_nobody(
 
 def test_the_operator_sees_the_workers(divided: RunningServer) -> None:
     """After the death above."""
-    trainer, sampler = _operator(divided, "workers")
-    assert trainer == {
-        "model": MODEL,
-        "role": "trainer",
-        "alive": True,
-        "generation": trainer["generation"],
-        "ranks": 2,
-    }
+    [trainer] = _operator(divided, "trainers")
+    assert (trainer["model"], trainer["state"]) == (MODEL, "ready")
     assert trainer["generation"] >= 1
-    assert (sampler["role"], sampler["generation"], sampler["ranks"]) == ("sampler", 1, 1)
+    assert _operator(divided, "samplers") == [{"model": MODEL, "alive": True, "generation": 1}]
     live = LiveServer.find(divided.data)
     assert live is not None
     request = urllib.request.Request(
@@ -163,10 +157,9 @@ def test_the_operator_sees_the_workers(divided: RunningServer) -> None:
     )
     text = urllib.request.urlopen(request, timeout=10).read().decode()
     restarts = trainer["generation"] - 1
-    of = f'{{model="{MODEL}",role="trainer"}}'
-    assert f"hearth_worker_up{of} 1.0" in text
-    assert f"hearth_worker_ranks{of} 2.0" in text
-    assert f"hearth_worker_restarts_total{of} {restarts}.0" in text
+    of = f'{{model="{MODEL}",trainer="trainer-0"}}'
+    assert f"hearth_trainer_restarts_total{of} {restarts}.0" in text
+    assert f'hearth_sampler_up{{model="{MODEL}"}} 1.0' in text
 
 
 def test_what_the_ranks_say_is_in_the_workers_log(divided: RunningServer) -> None:

@@ -45,7 +45,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def started(model_path: Path, log_file: Path) -> SubprocessBackend:
-    command = local_worker(model_path, dtype="float32", threads=1, max_tokens_per_microbatch=64)
+    command = local_worker(
+        model_path,
+        dtype="float32",
+        threads=1,
+        max_tokens_per_microbatch=64,
+        visible_devices="",
+    )
     return await SubprocessBackend.start(command, log_file)
 
 
@@ -240,6 +246,10 @@ async def test_stop_lets_the_worker_leave_by_itself(model_path: Path, tmp_path: 
         await running
     assert log_file.read_text().splitlines()[-1].endswith("stopped")
     await backend.stop(1.0)
+
+
+async def test_a_worker_sees_the_devices_that_are_its_own(backend: SubprocessBackend):
+    assert psutil.Process(backend.pid).environ()["CUDA_VISIBLE_DEVICES"] == ""
 
 
 PARENT = """

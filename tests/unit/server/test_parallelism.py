@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from backends.workers import group
-from server import app
+from server import assembly
+from server.parallelism import refusal
 from server.settings import Settings
-from server.trainers import impossible
 
 MEGATRON = {"trainer": "megatron", "trainer_world_size": 8}
 
@@ -28,7 +28,7 @@ MEGATRON = {"trainer": "megatron", "trainer_world_size": 8}
     ],
 )
 def test_what_can_be(given: dict[str, Any]):
-    assert impossible(Settings(**given)) is None
+    assert refusal(Settings(**given)) is None
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_can_be(given: dict[str, Any]):
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(given: dict[str, Any], words: tuple[str, ...]):
-    reason = impossible(Settings(**given))
+    reason = refusal(Settings(**given))
     assert reason is not None
     assert "\n" not in reason
     for word in words:
@@ -60,7 +60,7 @@ def test_what_cannot_be_is_said_in_one_sentence(given: dict[str, Any], words: tu
 def started_with(**given: Any) -> Any:
     """What the coordinator of a model's group reads from its command line."""
     settings = Settings(models={"org/name": Path("model")}, threads=5, **given)
-    command = app._group(settings, "org/name")
+    command = assembly._ranks(settings, "org/name", 0)
     return group.spec(group.parse([*command.words, "--fd", "0"]))
 
 
@@ -91,4 +91,4 @@ def test_megatron_is_told_how_to_divide_the_model_and_runs_in_its_own_environmen
         "sequence_parallel": True,
     }
     settings = Settings(models={"org/name": Path("m")}, trainer_python=Path("/other"), **given)
-    assert app._group(settings, "org/name").python == Path("/other")
+    assert assembly._ranks(settings, "org/name", 0).python == Path("/other")

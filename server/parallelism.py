@@ -1,4 +1,4 @@
-"""Which trainers the settings can mean, and how their ranks divide a model."""
+"""How the ranks of a trainer divide a base model, by the settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layout(settings: Settings) -> dict[str, int | bool]:
     }
 
 
-def impossible(settings: Settings) -> str | None:
+def refusal(settings: Settings) -> str | None:
     """Why no trainer can be as the settings say, or None."""
     if settings.trainer == "local":
         return _not_local(settings)
