@@ -57,6 +57,7 @@ from server.losses.service import Check, CustomLosses
 from server.oai.bills import Bills
 from server.oai.models import Models
 from server.oai.service import OpenAI
+from server.parallelism import microbatches_at_once
 from server.replicas import Replicas
 from server.runs import queries as run_queries
 from server.runs.service import Runs
@@ -283,7 +284,7 @@ class Service:
         settings = self._settings
         num_groups = sum(len(groups) for groups in self._backends.values())
         return DispatchSettings(
-            token_budget=settings.tick_token_budget,
+            token_budget=settings.tick_token_budget * microbatches_at_once(settings),
             gap_wait_s=settings.gap_wait_s,
             snapshot_after_s=settings.snapshot_after_s,
             run_memory_bytes=settings.run_memory_bytes // num_groups,

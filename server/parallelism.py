@@ -17,6 +17,12 @@ def layout(settings: Settings) -> dict[str, int | bool]:
     }
 
 
+def microbatches_at_once(settings: Settings) -> int:
+    """How many a trainer group works on at a time: one for each rank, but for those that divide
+    the layers of one among them."""
+    return settings.trainer_world_size // settings.tensor_parallel
+
+
 def refusal(settings: Settings) -> str | None:
     """Why no trainer can be as the settings say, or None."""
     if settings.trainer == "local":

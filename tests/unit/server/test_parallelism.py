@@ -9,7 +9,7 @@ import pytest
 
 from backends.workers import group
 from server import assembly
-from server.parallelism import refusal
+from server.parallelism import microbatches_at_once, refusal
 from server.settings import Settings
 
 MEGATRON = {"trainer": "megatron", "trainer_world_size": 8}
@@ -55,6 +55,12 @@ def test_what_cannot_be_is_said_in_one_sentence(given: dict[str, Any], words: tu
     assert "\n" not in reason
     for word in words:
         assert word in reason
+
+
+def test_a_tick_has_something_for_every_rank_that_has_tokens_of_its_own():
+    assert microbatches_at_once(Settings()) == 1
+    assert microbatches_at_once(Settings(trainer="fsdp", trainer_world_size=4)) == 4
+    assert microbatches_at_once(Settings(**MEGATRON, tensor_parallel=2, pipeline_parallel=2)) == 4
 
 
 def started_with(**given: Any) -> Any:
