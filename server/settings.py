@@ -142,8 +142,8 @@ class Settings(BaseSettings):
     itself takes, which is most of it."""
 
     tick_token_budget: int = Field(default=512, ge=16)
-    """Tokens chosen for one pass, from all tenants together, for each microbatch that a trainer works
-    on at once (its ranks, over tensor_parallel). A small request waits for the pass under way and
+    """Tokens chosen for one pass, from all tenants together, for each microbatch that a trainer has
+    at once (its ranks, over tensor_parallel). A small request waits for the pass under way and
     shares the next: at half a microbatch, for a microbatch beside its own share."""
 
     max_context_length: int | None = Field(default=None, ge=16)
