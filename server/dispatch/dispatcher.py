@@ -19,7 +19,7 @@ import structlog
 from backends.contract import BackendError
 from server.checkpoints.service import Checkpoints
 from server.core.fairness import GroupedCounters, VirtualCounters
-from server.core.ids import RequestId, RunId
+from server.core.ids import RunId
 from server.core.requests import REPLAYED_KINDS, Job
 from server.core.schedule import Served, Tick
 from server.dispatch.choosing import Chooser, DispatchSettings
@@ -29,14 +29,13 @@ from server.dispatch.recording import Recorder
 from server.dispatch.residency import Residency
 from server.dispatch.restoring import Restoring
 from server.dispatch.snapshots import Snapshot, Snapshots
+from server.dispatch.suspects import Suspects
 from server.runs.execution import Executed, Execution
 from server.runs.registry import LiveRun, Registry
 from server.store.ledger import Ledger, Outcome
 
 log = structlog.get_logger()
 
-_ATTEMPTS = 2
-"""A request whose backend died this often is what kills it."""
 _PAUSE_S = 0.02
 """After a bug in choosing, so that it does not take the whole processor."""
 
@@ -44,8 +43,7 @@ _PAUSE_S = 0.02
 class Surroundings(Protocol):
     """What the groups of a base model do for each other."""
 
-    attempts: dict[RequestId, int]
-    """How often a backend has died of a request."""
+    suspects: Suspects
 
     def elsewhere(self, trainer: str) -> bool:
         """Whether another group that is alive takes this one's runs."""
@@ -110,14 +108,14 @@ class Dispatcher:
             gone=self._gone,
             wake=self.wake,
         )
-        self._attempts = surroundings.attempts
+        self._suspects = surroundings.suspects
         self._chooser = Chooser(
             base_model=base_model,
             trainer=name,
             registry=registry,
             residency=self._residency,
             served=self._served,
-            suspects=self._attempts,
+            suspects=self._suspects,
             settings=settings,
             clock=clock,
         )
@@ -270,7 +268,7 @@ class Dispatcher:
         self, executed: Sequence[Executed], snapshots: Mapping[LiveRun, Snapshot] | None = None
     ) -> None:
         for one in executed:
-            self._attempts.pop(one.job.request, None)
+            self._suspects.clear(one.job.request)
         await self._recorder.record(executed, snapshots or {})
 
     async def _snapshot_all(self) -> None:
@@ -295,8 +293,7 @@ class Dispatcher:
         for job in tick.jobs:
             # Whatever the call had done to the run's state is undone by restoring it.
             self._registry.known(job.run).resident_in = None
-        guilty = not isinstance(error, Lost) and [self._blame(job) for job in tick.jobs] == [True]
-        if guilty:
+        if not isinstance(error, Lost) and [*map(self._suspects.blame, tick.slices)] == [True]:
             await self._fail(tick.jobs, str(error))
             return
         for job in tick.jobs:
@@ -306,13 +303,8 @@ class Dispatcher:
         """Of the run that this request waits for."""
         if not isinstance(error, BackendError):
             await self._fail([head], f"{type(error).__name__}: {error}")
-        elif self._blame(head):
+        elif self._suspects.blame(head.whole):
             await self._fail([head], str(error))
-
-    def _blame(self, job: Job) -> bool:
-        """Whether the backend has died of it too often."""
-        self._attempts[job.request] = self._attempts.get(job.request, 0) + 1
-        return self._attempts[job.request] >= _ATTEMPTS
 
     async def _fail(self, jobs: Sequence[Job], why: str) -> None:
         failed = [

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import structlog
 
 from backends.contract import BackendError
-from server.core.ids import RequestId, RunId
+from server.core.ids import RunId
 from server.core.placement import Group, Load, load_of, placed, relief
 from server.dispatch.device import Restartable
 from server.dispatch.dispatcher import Dispatcher
+from server.dispatch.suspects import Suspects
 from server.runs.registry import LiveRun, Registry
 
 log = structlog.get_logger()
@@ -56,7 +57,7 @@ class Pool:
         self._trainers: dict[str, Trainer] = {}
         self._moves: dict[RunId, asyncio.Task[None]] = {}
         self._lopsided_since: float | None = None
-        self.attempts: dict[RequestId, int] = {}
+        self.suspects = Suspects()
 
     def add(self, trainer: Trainer) -> None:
         self._trainers[trainer.name] = trainer

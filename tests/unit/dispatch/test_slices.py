@@ -155,6 +155,23 @@ async def test_a_datum_in_the_middle_that_kills_the_backend_fails_its_request_al
     assert place.backend.generation == 3, "once with others, once alone"
 
 
+async def test_a_request_outlives_deaths_at_different_places_of_it(place: Workplace):
+    """As of a machine that is unwell while a long request is computed."""
+    run = await place.create()
+    request = await place.compute(run, 1, *datums(30))
+    for good_rounds in range(3):
+        for _ in range(good_rounds):
+            await place.round()
+        place.backend.die_in["forward_backward"] = 0
+        await place.round()
+    await place.work()
+    assert (await place.outcome(request)).state is State.DONE
+    assert place.backend.generation == 4, "three deaths"
+    await place.compute(run, 2, [1], backward=False)
+    await place.work()
+    assert place.state(run).gradient == 150
+
+
 async def test_what_is_replayed_keeps_the_budget_too(place: Workplace):
     run = await place.create()
     await place.compute(run, 1, *datums(11))
