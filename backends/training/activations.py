@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from backends.batching.attention import packed_attention
+from backends.batching.attention import AttentionPlan, packed_attention
 from backends.batching.packing import Microbatch
 from backends.lora.adapter import Adapter
 from backends.lora.grouping import arranged
-from backends.lora.parts import Owner
+from backends.lora.parts import Owner, Part
 from backends.memory import free_bytes
-from backends.model import FrozenModel
 from backends.training.lane import Lane
 
 Checkpointing = Literal["auto", "on", "off"]
@@ -30,10 +29,32 @@ _PROBE_TOKENS = 16
 _log = logging.getLogger(__name__)
 
 
+class Layers(Protocol):
+    """What is measured."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Part],
+        plan: AttentionPlan,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """As `FrozenModel.hidden`."""
+        ...
+
+
 class Activations:
     """The choice for one model."""
 
-    def __init__(self, model: FrozenModel, checkpointing: Checkpointing) -> None:
+    def __init__(self, model: Layers, checkpointing: Checkpointing) -> None:
         self._model = model
         self._checkpointing = checkpointing
         self._bytes_per_token: float | None = None
@@ -42,17 +63,18 @@ class Activations:
         """Whether to recompute layers: first, and then whenever memory ran out before."""
         if not microbatch.backward or self._checkpointing == "off":
             return (False,)
-        if self._checkpointing == "on":
-            return (True,)
-        needed = microbatch.num_tokens * self._per_token(microbatch, lanes)
-        return (True,) if too_large(needed, free_bytes(self._model.device)) else (False, True)
+        trained = next(lanes[piece.request] for piece in microbatch.pieces if piece.backward)
+        return (False, True) if self.fit(microbatch.num_tokens, trained.adapter) else (True,)
 
-    def _per_token(self, microbatch: Microbatch, lanes: Sequence[Lane]) -> float:
+    def fit(self, num_tokens: int, adapter: Adapter) -> bool:
+        """Whether those of so many tokens may be kept. Measures once, with this adapter."""
+        if self._checkpointing != "auto":
+            return self._checkpointing == "off"
         if self._bytes_per_token is None:
-            trained = next(lanes[piece.request] for piece in microbatch.pieces if piece.backward)
-            self._bytes_per_token = bytes_per_token(self._model, trained.adapter)
+            self._bytes_per_token = bytes_per_token(self._model, adapter)
             _log.info("activations take %.0f kB a token", self._bytes_per_token / 1000)
-        return self._bytes_per_token
+        needed = num_tokens * self._bytes_per_token
+        return not too_large(needed, free_bytes(self._model.device))
 
 
 def too_large(needed: float, free: float) -> bool:
@@ -61,7 +83,7 @@ def too_large(needed: float, free: float) -> bool:
     return needed > free / 2
 
 
-def bytes_per_token(model: FrozenModel, adapter: Adapter, recompute: bool = False) -> float:
+def bytes_per_token(model: Layers, adapter: Adapter, recompute: bool = False) -> float:
     """What a pass keeps of each token for its backward, by two forwards of the model itself: what
     they keep whatever their length, its weights above all, drops out of the difference."""
     short, long = (
@@ -82,7 +104,7 @@ def saved_bytes(forward: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def _forward(model: FrozenModel, adapter: Adapter, num_tokens: int, recompute: bool) -> Tensor:
+def _forward(model: Layers, adapter: Adapter, num_tokens: int, recompute: bool) -> Tensor:
     positions = torch.arange(num_tokens, device=model.device)
     return model.hidden(
         torch.zeros_like(positions),

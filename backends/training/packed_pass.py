@@ -8,7 +8,7 @@ import torch
 
 from backends.batching.attention import packed_attention
 from backends.batching.packing import SHARED_FORWARD_TOKENS, Microbatch, pack
-from backends.lora.grouping import arranged, likeness
+from backends.lora.grouping import arranged
 from backends.lora.head import target_logprobs
 from backends.lora.parts import Owner, Part
 from backends.memory import is_out_of_memory
@@ -30,9 +30,7 @@ class PackedPass:
     ) -> None:
         """`make_room` is asked when memory ran out; it says whether there is more now."""
         self._model = model
-        self._lanes = sorted(
-            lanes, key=lambda lane: likeness(lane.adapter, lane.request.num_tokens)
-        )
+        self._lanes = sorted(lanes, key=Lane.likeness)
         self._activations = activations
         self._make_room = make_room
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class Share(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A matrix of a rank's part: numbers start..end, and the ranks that have the same."""
+    """Numbers start..end of a rank's part, and the ranks that have the same."""
 
     start: int
     end: int
@@ -54,6 +55,11 @@ class Shares:
         """All groups of ranks that have some numbers in common, in the same order everywhere."""
         return sorted({*self._inputs.values(), *self._outputs.values()})
 
+    @property
+    def senders(self) -> list[int]:
+        """Ranks that together have everything."""
+        return sorted({holders[0] for holders in self.holders})
+
     def cut(self, whole: Layout, flat: Tensor) -> Tensor:
         """This rank's part [p] of flat[P], in memory of its own."""
         part = flat.new_empty(self.local(whole, self._rank).num_elements)
@@ -61,10 +67,10 @@ class Shares:
             small.copy_(large)
         return part
 
-    def join(self, whole: Layout, parts: Sequence[Tensor]) -> Tensor:
-        """[P] again from the parts of all ranks."""
-        flat = torch.empty(whole.num_elements, dtype=parts[0].dtype, device=parts[0].device)
-        for rank, part in enumerate(parts):
+    def join(self, whole: Layout, parts: Mapping[int, Tensor]) -> Tensor:
+        """[P] again, on the CPU, from the parts of the `senders`."""
+        flat = torch.empty(whole.num_elements)
+        for rank, part in parts.items():
             for large, small in self._pairs(whole, flat, part, rank):
                 large.copy_(small)
         return flat
@@ -93,14 +99,18 @@ class Shares:
     def _cuts(self, whole: Layout) -> list[Cut]:
         """Of this rank's part, end to end."""
         cuts, start = [], 0
-        for name, num_in, num_out in self.local(whole, self._rank).modules:
-            share = self._of_ranks[self._rank][name]
-            middle = start + whole.rank * num_in
-            end = middle + whole.rank * num_out
-            cuts.append(Cut(start, middle, self._inputs[name, share.inputs]))
-            cuts.append(Cut(middle, end, self._outputs[name, share.outputs]))
+        for holders, sizes in groupby(self._matrices(whole), key=lambda matrix: matrix[0]):
+            end = start + sum(size for _, size in sizes)
+            cuts.append(Cut(start, end, holders))
             start = end
         return cuts
+
+    def _matrices(self, whole: Layout) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The holders and the size of each A and B of this rank's part."""
+        for name, num_in, num_out in self.local(whole, self._rank).modules:
+            share = self._of_ranks[self._rank][name]
+            yield self._inputs[name, share.inputs], whole.rank * num_in
+            yield self._outputs[name, share.outputs], whole.rank * num_out
 
 
 def _holders(

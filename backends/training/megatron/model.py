@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -85,7 +84,7 @@ class MegatronModel:
             mixed_precision_wrapper=None,
         )
         self.gpt.requires_grad_(False).eval()
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._fused = self._all_fused()
         self._adapt()
         self._recompute = Recompute(self.gpt.decoder.layers, self._segments)
@@ -107,8 +106,7 @@ class MegatronModel:
             setattr(provider, name, value)
         provider.transformer_layer_spec = block_spec
         provider.finalize()
-        if not parallel_state.is_initialized():
-            provider.initialize_model_parallel(seed=0)
+        provider.initialize_model_parallel(seed=0)
         return cls(bridge, provider, config, eos_token_ids(path, config))
 
     @property
@@ -157,7 +155,7 @@ class MegatronModel:
     @property
     def shares(self) -> dict[str, Share]:
         """What this rank has of the targets, by name."""
-        rank, size = self._tensor_group.rank(), self._tensor_group.size()
+        rank, size = self.tensor_group.rank(), self.tensor_group.size()
         shares = {
             name: share
             for _, fused in self._own_layers()
@@ -179,7 +177,7 @@ class MegatronModel:
         first, last = self.shares[UNEMBED].outputs
         return weight.detach()[: last - first]
 
-    def run(
+    def hidden(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -190,8 +188,7 @@ class MegatronModel:
     ) -> Tensor:
         """This stage's layers over tokens[T] at positions[T] of their own sequences. The last
         stage gives hidden states [T, E], whole on every tensor-parallel rank; others what the
-        pipeline sends on. What comes from the stage before is set by `gpt.set_input_tensor`.
-        With sequence parallelism T must be divisible by the tensor-parallel size."""
+        pipeline sends on. What comes from the stage before is set by `gpt.set_input_tensor`."""
         gpt, start = self.gpt, None
         if gpt.pre_process:
             start = gpt.embedding(input_ids=tokens[None], position_ids=positions[None])
@@ -201,11 +198,22 @@ class MegatronModel:
             )
         return self._whole(out)[:, 0] if gpt.post_process else out
 
+    @property
+    def token_multiple(self) -> int:
+        """What T must be a multiple of."""
+        return self.tensor_group.size() if self._provider.sequence_parallel else 1
+
+    def stage_input(self, num_tokens: int) -> Tensor:
+        """Zeros in place of what the stage before would send."""
+        rows, hidden = num_tokens // self.token_multiple, self._provider.hidden_size
+        shape = (rows, 1, hidden)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
     def _whole(self, hidden: Tensor) -> Tensor:
         """For the head, which is divided by the vocabulary: its gradients are summands."""
         if self._provider.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, group=self._tensor_group)
-        return copy_to_tensor_model_parallel_region(hidden, group=self._tensor_group)
+            return gather_from_sequence_parallel_region(hidden, group=self.tensor_group)
+        return copy_to_tensor_model_parallel_region(hidden, group=self.tensor_group)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """The whole model again, by the original's names, on all ranks, each of which must go
@@ -224,7 +232,7 @@ class MegatronModel:
 
     def _adapt(self) -> None:
         self._reorder(in_blocks)
-        num_ranks = self._tensor_group.size()
+        num_ranks = self.tensor_group.size()
         for layer, fused in self._own_layers():
             for each in fused:
                 module: Any = layer.get_submodule(each.path)
