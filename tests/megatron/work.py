@@ -1,4 +1,4 @@
-"""What ranks do in tests: a trainer on one layout after another."""
+"""What ranks do in tests."""
 
 from __future__ import annotations
 
@@ -9,49 +9,87 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from backends.contract import Contents, ForwardBackward, OptimStep, PassOutcome
+from backends.contract import (
+    AdapterSpec,
+    Contents,
+    Failure,
+    ForwardBackward,
+    ModelInfo,
+    OptimStep,
+    PassOutcome,
+    StepResult,
+)
+from backends.model import UnsupportedModelError
+from backends.training.activations import Checkpointing
 from backends.training.megatron.model import MegatronModel
 from backends.training.megatron.parallel import Parallel
 from backends.training.megatron.passes import megatron_trainer
-from backends.training.trainer import Trainer
+from backends.training.trainer import CallRefusedError, Trainer
 
-_trainers: dict[str, Trainer] = {}
+_models: list[MegatronModel] = []
+_trainers: list[Trainer] = []
 
 
 def start(
     path: Path,
-    parallel: Parallel,
-    max_tokens: int = 4096,
-    checkpointing: str = "off",
+    sizes: tuple[int, int, bool],
+    max_tokens: int,
+    checkpointing: Checkpointing = "off",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """In place of the trainer before."""
+    """A trainer in place of the one before; `sizes` are the fields of `Parallel`."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    model = MegatronModel.load(path, dtype, parallel)
-    _trainers["only"] = megatron_trainer(model, max_tokens, checkpointing)
+    _models[:] = [MegatronModel.load(path, dtype, Parallel(*sizes))]
+    _trainers[:] = [megatron_trainer(_models[0], max_tokens, checkpointing)]
 
 
-def trainer() -> Trainer:
-    return _trainers["only"]
+def not_started(path: Path, sizes: tuple[int, int, bool]) -> str:
+    """Why the model cannot be divided so."""
+    try:
+        MegatronModel.load(path, torch.float32, Parallel(*sizes))
+    except UnsupportedModelError as error:
+        return str(error)
+    raise AssertionError("it was loaded")
 
 
 def exported() -> dict[str, Tensor]:
-    """The base model, from the first rank."""
-    tensors = dict(trainer()._model.export())
+    """The base model, from the first rank; the others have a part in it."""
+    tensors = dict(_models[0].export())
     return tensors if dist.get_rank() == 0 else {}
 
 
-def load(run: str, folder: Path, contents: Contents) -> None:
-    trainer().load(run, folder, contents)
+def info() -> ModelInfo:
+    return _trainers[0].info()
+
+
+def create(run: str, spec: AdapterSpec) -> None:
+    _trainers[0].create(run, spec)
+
+
+def load(run: str, folder: Path, contents: Contents) -> AdapterSpec:
+    return _trainers[0].load(run, folder, contents)
+
+
+def refused(run: str, folder: Path, contents: Contents) -> str:
+    """Why the folder cannot be loaded."""
+    try:
+        load(run, folder, contents)
+    except CallRefusedError as error:
+        return str(error)
+    raise AssertionError("it was loaded")
+
+
+def unload(run: str) -> None:
+    _trainers[0].unload(run)
 
 
 def save(run: str, folder: Path, contents: Contents) -> int:
-    return trainer().save(run, folder, contents)
+    return _trainers[0].save(run, folder, contents)
 
 
 def forward_backward(requests: list[ForwardBackward]) -> list[PassOutcome]:
-    generator = trainer().forward_backward(requests)
+    generator = _trainers[0].forward_backward(requests)
     while True:
         try:
             next(generator)
@@ -59,5 +97,5 @@ def forward_backward(requests: list[ForwardBackward]) -> list[PassOutcome]:
             return stop.value
 
 
-def optim_step(steps: list[OptimStep]) -> list:
-    return trainer().optim_step(steps)
+def optim_step(steps: list[OptimStep]) -> list[StepResult | Failure]:
+    return _trainers[0].optim_step(steps)

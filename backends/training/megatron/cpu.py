@@ -12,6 +12,7 @@ import builtins
 import functools
 import importlib
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -110,7 +111,9 @@ def _import_without_transformer_engine() -> None:
 
     builtins.__import__ = wrapped
     try:
-        importlib.import_module("megatron.bridge")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a dozen, all of what is not installed
+            importlib.import_module("megatron.bridge")
     finally:
         builtins.__import__ = real
 

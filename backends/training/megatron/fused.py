@@ -37,9 +37,8 @@ class Fused(NamedTuple):
 
 
 def even_slice(size: int, rank: int, num_ranks: int) -> Bounds:
-    """The last ranks may get less, or nothing."""
-    step = -(-size // num_ranks)
-    return min(size, rank * step), min(size, (rank + 1) * step)
+    step = size // num_ranks
+    return rank * step, (rank + 1) * step
 
 
 def fused_layers(config: GPTModelProvider, registry: Any, layer: int) -> list[Fused]:

@@ -42,8 +42,6 @@ _SETTINGS = {
     # Losses are sums: this way the pipeline does not divide them.
     "calculate_per_token_loss": True,
     "deallocate_pipeline_outputs": False,
-    "should_pad_vocab": True,
-    "make_vocab_size_divisible_by": 1,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     # Fused kernels are TransformerEngine's and Apex's, or torch's compiler's; none is needed.
@@ -169,13 +167,12 @@ class MegatronModel:
 
     @cached_property
     def head_weight(self) -> Tensor:
-        """[v, E] of the last stage; rows that only fill up the vocabulary are left out."""
+        """[v, E] of the last stage."""
         tied = self.gpt.share_embeddings_and_output_weights
         weight = (
             self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
         )
-        first, last = self.shares[UNEMBED].outputs
-        return weight.detach()[: last - first]
+        return weight.detach()
 
     def hidden(
         self,

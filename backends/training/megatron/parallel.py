@@ -26,6 +26,7 @@ def refuse_sizes(config: PretrainedConfig, parallel: Parallel) -> None:
     for size, name in (
         (parallel.tensor, "num_key_value_heads"),
         (parallel.tensor, "intermediate_size"),
+        (parallel.tensor, "vocab_size"),
         (parallel.pipeline, "num_hidden_layers"),
     ):
         value = getattr(config, name)
