@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import tempfile
 import traceback
-import uuid
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 _ROOT = Path(__file__).parents[2]
 _WORK = "tests.megatron.work"
@@ -38,7 +37,7 @@ class Group:
         os.environ |= {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo"}
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_WORK])
-        store = self._folder / uuid.uuid4().hex
+        store = Path(tempfile.mkdtemp(dir=self._folder))
         for rank in range(self._num_ranks):
             here, there = context.Pipe()
             args = (there, rank, self._num_ranks, store)
@@ -78,7 +77,7 @@ class Group:
 def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
     work = importlib.import_module(_WORK)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    work.join(store, rank, num_ranks)
     while True:
         name, args = pipe.recv()
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -28,6 +30,19 @@ from backends.training.trainer import CallRefusedError, Trainer
 
 _models: list[MegatronModel] = []
 _trainers: list[Trainer] = []
+_stores: Iterator[Path] = iter(())
+
+
+def join(folder: Path, rank: int, num_ranks: int) -> None:
+    """Become a rank of a group, all of whom know an empty folder."""
+    global _stores
+    _stores = (folder / str(number) for number in count())
+    _meet(rank, num_ranks)
+
+
+def _meet(rank: int, num_ranks: int) -> None:
+    init_method = f"file://{next(_stores)}"
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
 
 
 def start(
@@ -39,7 +54,11 @@ def start(
 ) -> None:
     """A trainer in place of the one before; `sizes` are the fields of `Parallel`."""
     if parallel_state.is_initialized():
+        # With all of its groups, dozens for a layout: their sockets and threads would pile up.
         parallel_state.destroy_model_parallel()
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        _meet(rank, num_ranks)
     _models[:] = [MegatronModel.load(path, dtype, Parallel(*sizes))]
     _trainers[:] = [megatron_trainer(_models[0], max_tokens, checkpointing)]
 
