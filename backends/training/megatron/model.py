@@ -5,7 +5,7 @@ Shapes: T tokens of a packed row, E hidden size, V vocabulary, v of them on this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -240,14 +240,14 @@ class MegatronModel:
                     adapt_row(module, each.targets[0].name, self._segments)
 
     @contextmanager
-    def _in_megatrons_order(self) -> Iterator[None]:
+    def _in_megatrons_order(self) -> Generator[None]:
         self._reorder(by_group)
         try:
             yield
         finally:
             self._reorder(in_blocks)
 
-    def _reorder(self, order: Any) -> None:
+    def _reorder(self, order: Callable[[Tensor, int, int], Tensor]) -> None:
         for layer in self.gpt.decoder.layers:
             attention = layer.self_attention
             heads = attention.num_attention_heads_per_partition

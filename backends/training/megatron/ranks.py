@@ -27,13 +27,11 @@ class MegatronRanks:
 
     def __init__(self, own: Mapping[str, Share]) -> None:
         """`own` is what this rank has of the base model's targets."""
-        self._host = dist.new_group(backend="gloo")
+        self._host = _new_group(range(dist.get_world_size()), "gloo")
         self._rank = dist.get_rank()
         self._shares = Shares(self.exchange(dict(own)), self._rank)
         self._groups = {
-            holders: dist.new_group(list(holders))
-            for holders in self._shares.holders
-            if len(holders) > 1
+            holders: _new_group(holders) for holders in self._shares.holders if len(holders) > 1
         }
 
     @property
@@ -93,6 +91,13 @@ class MegatronRanks:
         values: list[Value] = [value] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._host)
         return values
+
+
+def _new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Every rank makes it; only members may use it."""
+    group = dist.new_group(list(ranks), backend=backend)
+    assert isinstance(group, dist.ProcessGroup) or dist.get_rank() not in ranks
+    return group  # pyrefly: ignore[bad-return]
 
 
 def _buckets(views: Iterator[Tensor]) -> Iterator[list[Tensor]]:
