@@ -65,18 +65,22 @@ $(VLLM_VENV)/.installed: requirements-vllm.txt constraints.txt $(VLLM_PLUGIN_FIL
 		&& $(VLLM_PIP) install --no-deps --no-build-isolation --force-reinstall ./$(VLLM_PLUGIN); fi
 	@touch $@
 
-# So does Megatron, whose bridge wants another transformers; on a GPU its newer line, with kernels,
-# which is for Python 3.12: make install-megatron PYTHON=python3.12
+# So does Megatron, whose bridge wants a transformers of its own; it is installed without what it
+# declares, which builds CUDA kernels that are not used here. Its newer line, for a GPU, is for
+# Python 3.12: make install-megatron PYTHON=python3.12
 MEGATRON_VENV := .venv-megatron
 MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --quiet
-MEGATRON_ON_GPU := 'megatron-core>=0.19,<0.20' 'megatron-bridge>=0.6.2,<0.7' msgspec
+MEGATRON_ON_GPU := megatron-core==0.19.2 megatron-bridge==0.6.2
+MEGATRON_NEEDS := torch==2.13.0 'transformers>=5.8,<=5.12.1' accelerate einops msgspec numpy omegaconf \
+	peft pytest pytest-asyncio pytest-timeout rich safetensors
 
 install-megatron: $(MEGATRON_VENV)/.installed ## Make .venv-megatron with Megatron: for the CPU, or with nvidia-smi for the GPU
 
 $(MEGATRON_VENV)/.installed: requirements-megatron.txt constraints.txt
 	@$(MEGATRON_VENV)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(MEGATRON_VENV)
 	@echo "Installing Megatron (about 1 GB; on a GPU several) ..."
-	@if command -v nvidia-smi >/dev/null; then $(MEGATRON_PIP) install $(MEGATRON_ON_GPU); else \
+	@if command -v nvidia-smi >/dev/null; then $(MEGATRON_PIP) install $(MEGATRON_NEEDS) \
+		&& $(MEGATRON_PIP) install --no-deps $(MEGATRON_ON_GPU); else \
 		$(MEGATRON_PIP) install -c constraints.txt torch \
 		&& $(MEGATRON_PIP) install --no-deps -r requirements-megatron.txt; fi
 	@touch $@

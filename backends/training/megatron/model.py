@@ -94,6 +94,8 @@ class MegatronModel:
         OSError when the folder holds no model."""
         config = AutoConfig.from_pretrained(path)
         refuse_partial_attention(config)
+        if not AutoBridge.supports(config) or getattr(config, "num_experts", None):
+            raise UnsupportedModelError(f"{config.model_type}: not a model this trainer knows")
         refuse_sizes(config, parallel)
         bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=dtype)
         provider = bridge.to_megatron_provider()
