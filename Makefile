@@ -44,7 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing torch (a few hundred MB) ..."
 	@$(PIP) install -c constraints.txt torch
 	@echo "Installing Hearth and what it needs ..."
-	@$(PIP) install -c constraints.txt -e '.[torch,client,dev]'
+	@$(PIP) install -c constraints.txt -e '.[torch,ray,client,dev]'
 	@touch $@
 
 # vLLM wants versions of its own, so it lives apart and is spoken to over HTTP.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,11 @@ class FrozenModel:
         self._segments = Segments()
         self.eos_token_ids = eos
         self._layers = model.get_submodule(model.base_model_prefix)
-        self.head_weight: Tensor = model.get_submodule(UNEMBED).get_parameter("weight")  # [V, E]
         self.targets = self._wrap()
         self._recompute = Recompute(self._layers.get_submodule("layers").children(), self._segments)
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype, device: torch.device) -> FrozenModel:
+    def load(cls, path: str | Path, dtype: torch.dtype, device: torch.device) -> Self:
         """Raises UnsupportedModelError, or OSError when the folder holds no model."""
         attention.register()
         config = AutoConfig.from_pretrained(path)
@@ -65,6 +65,11 @@ class FrozenModel:
         )
         model.to(device).requires_grad_(False).eval()
         return cls(model, config, eos_token_ids(path, config))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, E]"""
+        return self._model.get_submodule(UNEMBED).get_parameter("weight")
 
     @property
     def name(self) -> str:

@@ -1,16 +1,14 @@
-"""The composition root: builds the rooms and joins them. The only place in the server that names
-a concrete backend."""
+"""The composition root: builds the rooms and joins them."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -20,15 +18,11 @@ from fastapi import FastAPI
 
 from backends.contract import (
     BackendError,
-    MemoryReport,
     ModelInfo,
     SamplingEngine,
     SamplingFleet,
 )
-from backends.sampling.vllm.assemble import assemble
-from backends.sampling.vllm.launch import LaunchSettings
-from backends.workers.subprocess import SAMPLES_AT_ONCE, SubprocessBackend
-from backends.workers.supervised import SupervisedBackend
+from server import assembly
 from server.api import (
     archives,
     audit,
@@ -48,31 +42,29 @@ from server.api import (
     usage,
     weights,
 )
-from server.api.rooms import Progress, Rooms
+from server.api.rooms import Rooms, SamplingWorker
 from server.audit.service import Audit
 from server.catalogue import Catalogue, ServedModel
 from server.checkpoints import queries as checkpoint_queries
 from server.checkpoints.downloads import Downloads, load_secret
 from server.checkpoints.service import Checkpoints
 from server.checkpoints.storage import Storage
-from server.core.ids import TenantId
-from server.core.records import Run
 from server.dispatch.choosing import DispatchSettings
 from server.dispatch.device import Restartable
-from server.dispatch.dispatcher import Dispatcher
+from server.dispatch.trainers import Trainers
 from server.housekeeping import Housekeeping
 from server.losses.service import Check, CustomLosses
 from server.oai.bills import Bills
 from server.oai.models import Models
 from server.oai.service import OpenAI
+from server.parallelism import microbatches_at_once
 from server.replicas import Replicas
 from server.runs import queries as run_queries
 from server.runs.service import Runs
 from server.samplers import queries as sampler_queries
-from server.samplers.gate import Gate
 from server.samplers.inflight import InflightWeights
 from server.samplers.service import Samplers
-from server.settings import Settings, has_gpu
+from server.settings import Settings
 from server.store.database import AsyncSession, Database, sqlite_url
 from server.store.ledger import Ledger
 from server.store.migrate import migrate
@@ -120,23 +112,26 @@ class Service:
         self,
         settings: Settings,
         clock: Callable[[], float] = time.time,
-        backends: Mapping[str, Backend] | None = None,
+        backends: Mapping[str, Sequence[Backend]] | None = None,
         fleets: Mapping[str, SamplingFleet] | None = None,
     ) -> None:
-        """`backends` stand in for the workers that the settings would start, `fleets` for the vLLM
-        replicas."""
+        """`backends` stand in for the workers that the settings would start, one a trainer group,
+        `fleets` for the vLLM replicas."""
         self._settings = settings
         self._db = Database(settings.database_url or sqlite_url(settings.data / "hearth.db"))
         self._catalogue = Catalogue()
-        self._backends: Mapping[str, Backend] = backends or {
-            name: SupervisedBackend(_worker(settings, name, path))
-            for name, path in settings.models.items()
+        self._backends: Mapping[str, Sequence[Backend]] = backends or {
+            name: assembly.trainer_groups(settings, name) for name in settings.models
         }
+        workers = {name: assembly.sampling_worker(settings, name) for name in settings.models}
+        self._sampling_workers = {name: one for name, one in workers.items() if one is not None}
         self._fleets: dict[str, SamplingFleet] = dict(fleets or {})
-        self._engines: dict[str, SamplingEngine] = {**self._backends, **self._fleets}
-        self._gates = _gates(settings, self._backends)
-        self._dispatchers: dict[str, Dispatcher] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._engines: dict[str, SamplingEngine] = {
+            **{name: groups[0] for name, groups in self._backends.items()},
+            **self._sampling_workers,
+            **self._fleets,
+        }
+        self._gates = assembly.gates(settings, self._backends)
         self._housekeeping: asyncio.Task[None] | None = None
         self.rooms = self._build_rooms(clock)
         self._clock = clock
@@ -152,25 +147,25 @@ class Service:
                 f"host is {self._settings.host}, which others can reach, and nobody would be "
                 "asked for a key: make one first with `hearth keys create NAME`"
             )
-        if self._settings.engine_urls and len(self._backends) != 1:
-            raise StartRefused("engine_urls are those of one base model: serve just one")
+        if (reason := assembly.refusal(self._settings)) is not None:
+            raise StartRefused(reason)
         for name in self._backends:
             await self._start_model(name)
         await self._remove_orphans()
         unfinished = await self.rooms.ledger.start()
         await self.rooms.runs.resume(unfinished)
         await self.rooms.samplers.resume(unfinished)
-        for dispatcher in self._dispatchers.values():
-            self._tasks.append(asyncio.create_task(dispatcher.run()))
+        self._trainers.start()
         housekeeping = Housekeeping(self.rooms)
         self._housekeeping = asyncio.create_task(housekeeping.run())
 
     async def _start_model(self, name: str) -> None:
-        info = _limited(await self._backends[name].describe(), self._settings)
+        info = assembly.limited(await _started(self._backends[name]), self._settings)
+        if name in self._sampling_workers:
+            await self._sampling_workers[name].describe()
         if self._settings.engine == "vllm":
-            names = _replica_names(self._settings, list(self._backends).index(name))
             if name not in self._fleets:
-                self._fleets[name] = _vllm(self._settings, name, info, names)
+                self._fleets[name] = assembly.vllm_fleet(self._settings, name, info)
             self._engines[name] = self._fleets[name]
             await self._fleets[name].start()
         path = self._settings.models[name]
@@ -184,19 +179,14 @@ class Service:
             self._housekeeping.cancel()
             with suppress(asyncio.CancelledError):
                 await self._housekeeping
-        for dispatcher in self._dispatchers.values():
-            dispatcher.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._settings.drain_grace_s)
+        await self._trainers.finish(self._settings.drain_grace_s)
         await self.rooms.samplers.drain()
         await self.rooms.oai.stop()
         await self.rooms.traces.stop()
         await asyncio.gather(*(fleet.stop() for fleet in self._fleets.values()))
-        for backend in self._backends.values():
-            await backend.stop(grace_s=5.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        workers = [*chain(*self._backends.values()), *self._sampling_workers.values()]
+        await asyncio.gather(*(worker.stop(grace_s=5.0) for worker in workers))
+        await self._trainers.stop()
         await self._db.stop()
 
     def _build_rooms(self, clock: Callable[[], float]) -> Rooms:
@@ -216,25 +206,17 @@ class Service:
             lora_alpha=settings.lora_alpha,
             max_pass_bytes=settings.max_waiting_training_bytes,
             clock=clock,
-            wake=lambda model: self._dispatchers[model].wake(),
+            wake=lambda live: self._trainers.wake(live),
             refuse_stable_reinforce=settings.stable_reinforce == "refuse",
         )
-        for name, backend in self._backends.items():
-            self._dispatchers[name] = Dispatcher(
-                base_model=name,
-                backend=backend,
-                registry=runs.registry,
-                checkpoints=checkpoints_room,
-                ledger=ledger,
-                settings=DispatchSettings(
-                    token_budget=settings.tick_token_budget,
-                    gap_wait_s=settings.gap_wait_s,
-                    snapshot_after_s=settings.snapshot_after_s,
-                    run_memory_bytes=settings.run_memory_bytes // len(self._backends),
-                    tenant_weights=_tenant_weights(settings),
-                ),
-                clock=clock,
-            )
+        self._trainers = Trainers(
+            self._backends,
+            registry=runs.registry,
+            checkpoints=checkpoints_room,
+            ledger=ledger,
+            settings=self._dispatch_settings(),
+            clock=clock,
+        )
         samplers = self._build_samplers(ledger, sessions_room, checkpoints_room, runs, clock)
         return Rooms(
             settings=settings,
@@ -252,11 +234,10 @@ class Service:
             usage=usage_room,
             audit=Audit(self._db, clock),
             traces=Traces(self._db, data / "traces", secret, clock),
-            free=self._free,
-            memory=self._memory,
+            trainers=self._trainers,
             replicas=Replicas(self._fleets, ledger.wake_all),
             hold=self._hold,
-            progress=self._progress,
+            sampling_workers=self._sampling_status,
             operator_token=secrets.token_urlsafe(),
         )
 
@@ -287,7 +268,7 @@ class Service:
         )
 
     def _loss_checks(self) -> Mapping[str, Check]:
-        return {name: backend.check_loss for name, backend in self._backends.items()}
+        return {name: groups[0].check_loss for name, groups in self._backends.items()}
 
     def _build_oai(
         self, samplers: Samplers, checkpoints_room: Checkpoints, clock: Callable[[], float]
@@ -299,26 +280,30 @@ class Service:
             clock=clock,
         )
 
-    def _free(self, run: Run) -> None:
-        # A run of a model that is not served any more has nothing to free.
-        if dispatcher := self._dispatchers.get(run.base_model):
-            dispatcher.release([run.id])
-
-    async def _memory(self) -> Mapping[str, MemoryReport]:
-        return {name: await backend.memory() for name, backend in self._backends.items()}
+    def _dispatch_settings(self) -> DispatchSettings:
+        settings = self._settings
+        num_groups = sum(len(groups) for groups in self._backends.values())
+        return DispatchSettings(
+            token_budget=settings.tick_token_budget * microbatches_at_once(settings),
+            gap_wait_s=settings.gap_wait_s,
+            snapshot_after_s=settings.snapshot_after_s,
+            run_memory_bytes=settings.run_memory_bytes // num_groups,
+            tenant_weights=assembly.tenant_weights(settings),
+        )
 
     def _hold(self, on: bool) -> None:
-        for one in (*self._dispatchers.values(), *self._gates.values()):
+        self._trainers.hold(on)
+        for gate in self._gates.values():
             if on:
-                one.hold()
+                gate.hold()
             else:
-                one.let_go()
+                gate.let_go()
 
-    def _progress(self) -> Mapping[str, Progress]:
-        return {
-            name: Progress(ticks=dispatcher.ticks, tokens=dispatcher.tokens)
-            for name, dispatcher in self._dispatchers.items()
-        }
+    def _sampling_status(self) -> list[SamplingWorker]:
+        return [
+            SamplingWorker(model=name, alive=one.alive, generation=one.generation)
+            for name, one in self._sampling_workers.items()
+        ]
 
     async def _remove_orphans(self) -> None:
         """Folders that a crash left before any row named them."""
@@ -340,7 +325,7 @@ def create_app(
     on_ready: Callable[[], None] = lambda: None,
     *,
     clock: Callable[[], float] = time.time,
-    backends: Mapping[str, Backend] | None = None,
+    backends: Mapping[str, Sequence[Backend]] | None = None,
 ) -> FastAPI:
     """The ASGI application; its lifespan starts and stops the service."""
     settings.data.mkdir(parents=True, exist_ok=True)
@@ -385,68 +370,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _tenant_weights(settings: Settings) -> Mapping[TenantId, float]:
-    return {TenantId(name): weight for name, weight in settings.tenant_weights.items()}
-
-
-def _gates(settings: Settings, models: Iterable[str]) -> Mapping[str, Gate]:
-    at_once = SAMPLES_AT_ONCE
-    if settings.engine == "vllm":
-        at_once = settings.engine_max_num_seqs * _num_replicas(settings)
-    room = settings.max_running_samples or 2 * at_once
-    return {name: Gate(room, _tenant_weights(settings)) for name in models}
-
-
-def _limited(info: ModelInfo, settings: Settings) -> ModelInfo:
-    longest = min(settings.max_context_length or info.max_context_length, info.max_context_length)
-    rank = settings.engine_max_lora_rank if settings.engine == "vllm" else None
-    return replace(info, max_context_length=longest, max_lora_rank=rank)
-
-
-def _num_replicas(settings: Settings) -> int:
-    return len(settings.engine_urls) or settings.engine_replicas
-
-
-def _replica_names(settings: Settings, model: int) -> list[str]:
-    """Of the base model with this number; no other has any of them."""
-    count = _num_replicas(settings)
-    return [f"replica-{model * count + i}" for i in range(count)]
-
-
-def _vllm(settings: Settings, name: str, info: ModelInfo, replicas: Sequence[str]) -> SamplingFleet:
-    launch = LaunchSettings(
-        model=settings.models[name],
-        python=settings.engine_python,
-        max_model_len=info.max_context_length,
-        dtype=settings.dtype,
-        max_num_seqs=settings.engine_max_num_seqs,
-        max_loras=settings.engine_max_loras,
-        max_cpu_loras=max(settings.engine_max_cpu_loras, settings.engine_max_loras),
-        max_lora_rank=settings.engine_max_lora_rank,
-        kv_cache_bytes=settings.engine_kv_cache_bytes,
-        on_cpu=not has_gpu(),
-    )
-    return assemble(
-        launch, names=replicas, urls=settings.engine_urls, folder=settings.data / "logs"
-    )
-
-
-def _worker(
-    settings: Settings, name: str, path: Path
-) -> Callable[[], Awaitable[SubprocessBackend]]:
-    logs = settings.data / "logs"
-
-    async def start() -> SubprocessBackend:
-        logs.mkdir(parents=True, exist_ok=True)
-        return await SubprocessBackend.start(
-            path,
-            dtype=settings.dtype,
-            device=settings.device,
-            device_run_bytes=settings.device_run_bytes,
-            threads=settings.threads or os.cpu_count() or 1,
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            activation_checkpointing=settings.activation_checkpointing,
-            log_file=logs / f"worker-{name.replace('/', '--')}.log",
-        )
-
-    return start
+async def _started(groups: Sequence[Backend]) -> ModelInfo:
+    """Of the base model, once all its trainer groups are up. Raises BackendError: when one cannot
+    start, the others need not."""
+    try:
+        async with asyncio.TaskGroup() as starting:
+            infos = [starting.create_task(one.describe()) for one in groups]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return infos[0].result()

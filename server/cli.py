@@ -24,6 +24,7 @@ from server.tenancy.keys import Keys
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
 app.add_typer(keys_app, name="keys")
+app.add_typer(operate.trainers, name="trainers")
 app.add_typer(operate.replicas, name="replicas")
 app.command()(operate.maintenance)
 
@@ -47,6 +48,22 @@ def serve(
     data: Data = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker.")] = None,
+    trainer: Annotated[
+        str | None, typer.Option(help="What trains: local, fsdp or megatron.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks of fsdp or megatron.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Megatron: TP.")] = None,
+    pipeline_parallel: Annotated[int | None, typer.Option(help="Megatron: PP.")] = None,
+    expert_parallel: Annotated[int | None, typer.Option(help="Megatron: EP.")] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel", help="Megatron: SP.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Have Ray host the ranks: auto, local or HOST:PORT.")
+    ] = None,
+    trainer_groups: Annotated[
+        int | None, typer.Option(help="Trainer groups of each base model.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="What samples: embedded or vllm.")] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM servers of each base model.")] = None,
     engine_url: Annotated[
@@ -61,6 +78,14 @@ def serve(
         data=data,
         dtype=dtype,
         threads=threads,
+        trainer=trainer,
+        trainer_world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
+        sequence_parallel=sequence_parallel,
+        ray=ray,
+        trainer_groups=trainer_groups,
         engine="vllm" if engine_url and engine is None else engine,
         engine_replicas=replicas,
         engine_urls=tuple(engine_url) or None,
@@ -74,9 +99,52 @@ def serve(
 
 
 @app.command()
-def doctor(model: Models = [], data: Data = None) -> None:  # noqa: B006
-    """Print versions, devices, settings and where each came from, and what is missing."""
-    print_report(_settings(model, data=data), _flags(model, data=data))
+def doctor(
+    model: Models = [],  # noqa: B006
+    data: Data = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="Instead, what a base model takes: its name, folder or config.json."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="--plan: how many; by default those found, or 1.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=1, help="--plan: GiB of each; by default as found, or an H200's 139."),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="--plan: runs in memory at once.")] = 8,
+    rank: Annotated[int, typer.Option(min=1, max=512, help="--plan: of their adapters.")] = 32,
+    train: Annotated[
+        str, typer.Option(help="--plan: which layers they train.")
+    ] = "attn,mlp,unembed",
+    dtype: Annotated[str, typer.Option(help="--plan: of the base, float32 or bfloat16.")] = (
+        "bfloat16"
+    ),
+) -> None:
+    """Print versions, devices, settings and where each came from, and what is missing. With
+    --plan, what a base model and its adapters take on GPUs, and which sizes to start with."""
+    settings = _settings(model, data=data)
+    if plan is None:
+        print_report(settings, _flags(model, data=data))
+        return
+    from server.planning.command import plan as run  # nothing that serves needs it
+
+    try:
+        run(
+            settings,
+            plan,
+            gpus=gpus,
+            gpu_memory=gpu_memory,
+            runs=runs,
+            rank=rank,
+            train=train,
+            dtype=dtype,
+            console=Console(emoji=False, markup=False),
+        )
+    except ValueError as error:
+        typer.echo(f"hearth: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 @app.command()

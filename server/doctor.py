@@ -7,8 +7,7 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
@@ -25,7 +24,6 @@ FEATURES = {
     "the quickstart and the examples": ("tinker", "matplotlib", "gguf"),
     "PostgreSQL": ("psycopg",),
     "Ray workers": ("ray",),
-    "Megatron trainers": ("megatron",),
 }
 VERSIONS = ("hearth", "fastapi", "sqlalchemy", "torch", "transformers", "peft", "tinker")
 
@@ -36,12 +34,16 @@ def print_report(settings: Settings, flags: Mapping[str, Any]) -> None:
     console.print(_versions())
     console.print(_machine(settings))
     console.print(_settings(settings, flags))
-    console.print(_features(settings.engine_python))
+    console.print(_features(settings))
     live = LiveServer.find(settings.data)
+    if rows := live and live.get("trainers"):
+        console.print(operate.trainer_table(rows))
     for name, memory in ((live and live.get("memory")) or {}).items():
         console.print(_memory(name, memory))
+    if workers := live and live.get("samplers"):
+        console.print(_samplers(workers))
     if rows := live and live.get("replicas"):
-        console.print(operate.table(rows))
+        console.print(operate.replica_table(rows))
     if ((live and live.get("maintenance")) or {}).get("on"):
         console.print("The server is in maintenance: `hearth maintenance off` ends it.")
 
@@ -97,21 +99,34 @@ def _settings(settings: Settings, flags: Mapping[str, Any]) -> Table:
     return table
 
 
-def _features(engine_python: Path) -> Table:
+def _features(settings: Settings) -> Table:
     table = Table("feature", "missing", title="Features")
     for feature, packages in FEATURES.items():
         missing = [name for name in packages if importlib.util.find_spec(name) is None]
         table.add_row(feature, ", ".join(missing) or "nothing")
-    has_vllm = any(engine_python.parent.parent.glob("lib/python*/site-packages/vllm"))
-    table.add_row("vLLM engines", "nothing" if has_vllm else "vllm (make install-vllm)")
+    for feature, python, package in (
+        ("vLLM engines", settings.engine_python, "vllm"),
+        ("Megatron trainers", settings.trainer_python, "megatron"),
+    ):
+        has_it = any(python.parent.parent.glob(f"lib/python*/site-packages/{package}"))
+        table.add_row(feature, "nothing" if has_it else f"{package} (make install-{package})")
     return table
 
 
-def _memory(model: str, memory: Mapping[str, Any]) -> Table:
-    """What the runs of one base model take in the server that runs on this data folder."""
+def _samplers(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """The workers that sample beside trainers which do not."""
+    table = Table("base model", "state", "restarts", title="Sampling workers")
+    for worker in workers:
+        state = "ready" if worker["alive"] else "lost"
+        table.add_row(worker["model"], state, str(max(worker["generation"] - 1, 0)))
+    return table
+
+
+def _memory(trainer: str, memory: Mapping[str, Any]) -> Table:
+    """What the runs of one trainer group take in the server that runs on this data folder."""
     run_id = Column("run", overflow="fold")  # one that is cut is of no use
     columns = ("weights", "moments", "gradient", "together", "in")
-    table = Table(run_id, *columns, title=f"Memory: {model}")
+    table = Table(run_id, *columns, title=f"Memory: {trainer}")
     table.add_row("(base model)", "", "", "", _mebibytes(memory["base_model"]), "")
     for run, use in sorted(memory["runs"].items()):
         parts = [use["weights"], use["moments"], use["gradient"]]

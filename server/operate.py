@@ -1,5 +1,5 @@
-"""What the operator tells the server that runs on a data folder: `hearth replicas`, `hearth
-maintenance`."""
+"""What the operator tells the server that runs on a data folder: `hearth trainers`, `hearth
+replicas`, `hearth maintenance`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from server.live import LiveServer
 from server.settings import Settings
 
+trainers = typer.Typer(no_args_is_help=True, help="The trainer groups: look, drain, move runs.")
 replicas = typer.Typer(no_args_is_help=True, help="The vLLM servers: look, pause, drain, resume.")
 
 Data = Annotated[Path | None, typer.Option(help="Folder for everything the server keeps.")]
@@ -37,9 +38,7 @@ class Switch(StrEnum):
 @replicas.command("list")
 def list_replicas(data: Data = None) -> None:
     """Show every replica and how it is."""
-    Console(emoji=False, markup=False).print(
-        table(_ask(data, lambda server: server.get("replicas")))
-    )
+    _print(replica_table(_ask(data, lambda server: server.get("replicas"))))
 
 
 @replicas.command()
@@ -66,12 +65,59 @@ def resume(name: str, data: Data = None) -> None:
     _ask(data, lambda server: server.post(f"{_path(name)}/resume"))
 
 
+@trainers.command("list")
+def list_trainers(data: Data = None) -> None:
+    """Show every trainer group and how it is."""
+    _print(trainer_table(_ask(data, lambda server: server.get("trainers"))))
+
+
+@trainers.command("drain")
+def drain_trainer(name: str, data: Data = None) -> None:
+    """Give a trainer no runs, and have those that it has move to others."""
+    _ask(data, lambda server: server.post(f"trainers/{quote(name, safe='')}/drain"))
+
+
+@trainers.command("resume")
+def resume_trainer(name: str, data: Data = None) -> None:
+    """Give a trainer runs again."""
+    _ask(data, lambda server: server.post(f"trainers/{quote(name, safe='')}/resume"))
+
+
+@trainers.command()
+def move(
+    run: str,
+    trainer: Annotated[
+        str | None, typer.Argument(help="Where it goes; by default the least loaded other one.")
+    ] = None,
+    data: Data = None,
+) -> None:
+    """Have a run move at the end of the request that it is in."""
+    path = f"runs/{quote(run, safe='')}/move"
+    if trainer is not None:
+        path += f"?trainer={quote(trainer, safe='')}"
+    typer.echo(f"{run} goes to {_ask(data, lambda server: server.post(path))['trainer']}")
+
+
 def maintenance(switch: Switch, data: Data = None) -> None:
     """On: requests are accepted and wait, and nothing new begins. Off: they go on."""
     _ask(data, lambda server: server.post(f"maintenance/{switch}"))
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def trainer_table(rows: list[dict[str, Any]]) -> Table:
+    """Trainer groups as `/operator/trainers` tells of them."""
+    columns = ("state", "runs", "waiting requests", "arrivals", "restarts", "ticks", "tokens")
+    shown = Table("trainer", "base model", *columns, title="Trainers")
+    for row in rows:
+        restarts = max(row["generation"] - 1, 0)
+        counts = (len(row["runs"]), row["waiting"], row["arrivals"], restarts)
+        shown.add_row(
+            *(row["name"], row["model"], row["state"]),
+            *map(str, (*counts, row["ticks"], row["tokens"])),
+        )
+    return shown
+
+
+def replica_table(rows: list[dict[str, Any]]) -> Table:
     """Replicas as `/operator/replicas` tells of them."""
     columns = ("state", "load", "adapters", "restarts", "requests", "lost", "vLLM", "address")
     shown = Table("replica", "base model", *columns, title="Replicas")
@@ -84,6 +130,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
             *(row["version"] or "", row["url"] or ""),
         )
     return shown
+
+
+def _print(table: Table) -> None:
+    Console(emoji=False, markup=False).print(table)
 
 
 def _path(name: str) -> str:

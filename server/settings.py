@@ -49,15 +49,22 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the frozen base model. Adapters and optimizer state are always float32."""
 
+    trainer_groups: int = Field(default=1, ge=1, le=64)
+    """Trainers of each base model: every run is with one of them at a time."""
+
     device: str = "auto"
     """Where base models compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if torch finds one."""
+
+    trainer_devices: tuple[str, ...] = ()
+    """Which GPUs each trainer group runs on, in the order of the base models and their groups:
+    CUDA_VISIBLE_DEVICES of each, as "0" or "0,1,2,3"."""
 
     device_run_bytes: int | None = Field(default=None, ge=2**20)
     """How much of a GPU the adapters, gradients and moments of runs may take; those idle longest
     wait in host memory. Unset, they move when the GPU's memory runs out."""
 
     threads: int = Field(default=0, ge=0)
-    """CPU threads of each worker; 0 takes every core."""
+    """CPU threads of each worker; 0 takes every core, and divides them among trainer groups."""
 
     max_tokens_per_microbatch: int = Field(default=1024, ge=16)
     """Tokens that go through the model at once: bounds memory, and how long sampling waits."""
@@ -66,8 +73,36 @@ class Settings(BaseSettings):
     """Keep only the inputs of layers for backward and compute the layers again: much less memory,
     about a third more time. `auto` does so when a microbatch would not fit otherwise."""
 
+    trainer: Literal["local", "fsdp", "megatron"] = "local"
+    """What trains: one process; or a group of ranks that divide the base model (fsdp), or every
+    layer of it (megatron), among them."""
+
+    trainer_world_size: int = Field(default=1, ge=1, le=1024)
+    """Ranks of each base model's group, each with a GPU of its own where there are GPUs."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Megatron: how many ranks divide each layer. What is left of the world is data parallel."""
+
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Megatron: how many stages the layers are divided into."""
+
+    expert_parallel: int = Field(default=1, ge=1)
+    """Megatron: how many ranks divide the experts of a layer."""
+
+    sequence_parallel: bool = False
+    """Megatron: tensor parallel ranks also divide the activations between their layers."""
+
+    ray: str | None = None
+    """Where Ray hosts the ranks: HOST:PORT of a cluster, `auto` for the one this machine is in,
+    `local` for one of our own. Unset, they are processes of this machine."""
+
+    trainer_python: Path = Field(default_factory=lambda: _python_of(".venv-megatron"))
+    """Python of the environment that Megatron is installed in; by default that of `.venv-megatron`
+    in the working directory, where there is one, else the one that runs this."""
+
     engine: Literal["embedded", "vllm"] = "embedded"
-    """What samples: the trainer's own copy of the weights, or vLLM servers beside it."""
+    """What samples: the trainer's own copy of the weights (beside a group, a worker with one), or
+    vLLM servers beside it."""
 
     engine_replicas: int = Field(default=1, ge=1, le=64)
     """vLLM servers that are started for each base model."""
@@ -76,7 +111,7 @@ class Settings(BaseSettings):
     """vLLM servers of the one base model, started by somebody else, who must let them read the
     data folder. They are used instead of own ones (see backends/README.md)."""
 
-    engine_python: Path = Field(default_factory=lambda: _vllm_python())
+    engine_python: Path = Field(default_factory=lambda: _python_of(".venv-vllm"))
     """Python of the environment that vLLM is installed in; by default that of `.venv-vllm` in the
     working directory, where there is one, else the one that runs this."""
 
@@ -92,6 +127,14 @@ class Settings(BaseSettings):
     engine_max_lora_rank: int = Field(default=64, ge=1, le=512)
     """Largest rank that vLLM can take: memory is set aside for it. Larger runs are refused."""
 
+    engine_devices: tuple[str, ...] = ()
+    """Which GPUs each vLLM server runs on, in the order of the servers: CUDA_VISIBLE_DEVICES of
+    each, as "4" or "4,5"; it is spread over those that are named (tensor parallel)."""
+
+    engine_gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a vLLM takes, where it is not alone there. By default vLLM's
+    own, 0.92; with engine_kv_cache_bytes it only has to be free at the start."""
+
     engine_kv_cache_bytes: int | None = Field(
         default_factory=lambda: None if has_gpu() else 2**30, ge=2**20
     )
@@ -99,8 +142,9 @@ class Settings(BaseSettings):
     itself takes, which is most of it."""
 
     tick_token_budget: int = Field(default=512, ge=16)
-    """Tokens chosen for one pass, from all tenants together. A small request waits for the pass
-    under way and shares the next: at half a microbatch, for a microbatch beside its own share."""
+    """Tokens chosen for one pass, from all tenants together, for each microbatch that a trainer has
+    at once (its ranks, over tensor_parallel). A small request waits for the pass under way and
+    shares the next: at half a microbatch, for a microbatch beside its own share."""
 
     max_context_length: int | None = Field(default=None, ge=16)
     """Longest sequence accepted, where the model itself would allow more."""
@@ -137,7 +181,7 @@ class Settings(BaseSettings):
     """Share of the computing that a tenant gets when others want it too; 1 where none is given."""
 
     run_memory_bytes: int = Field(default_factory=lambda: _machine_memory() // 2, ge=2**20)
-    """Memory for adapters, gradients and optimizer states, an equal part for each base model; of
+    """Memory for adapters, gradients and optimizer states, an equal part for each trainer group; of
     what is more, the runs that were idle longest go to disk until they are asked for. By default
     half of the machine's."""
 
@@ -181,8 +225,8 @@ def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None
 
 
-def _vllm_python() -> Path:
-    python = Path(".venv-vllm/bin/python").absolute()
+def _python_of(environment: str) -> Path:
+    python = Path(environment, "bin", "python").absolute()
     return python if python.exists() else Path(sys.executable)
 
 

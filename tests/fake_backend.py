@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,8 @@ class FakeRun:
 
 
 class FakeBackend:
-    """`hold` it to keep calls waiting; `kill` it to lose what is in memory. Like the supervised
-    worker, the first call after a death starts it again."""
+    """`hold` it to keep calls waiting; `kill` it to lose what is in memory and the calls under way.
+    Like the supervised worker, the first call after a death starts it again."""
 
     def __init__(self) -> None:
         self.generation = 1
@@ -87,6 +87,7 @@ class FakeBackend:
         self.die_in: dict[str, int] = {}
         """After how many more calls of a method it dies in one."""
         self.pass_seconds = 0.0
+        self._deaths = 0
         self._open = asyncio.Event()
         self._open.set()
         self._cancelled: set[str] = set()
@@ -99,6 +100,7 @@ class FakeBackend:
 
     def kill(self) -> None:
         self.alive = False
+        self._deaths += 1
         self.runs = {}
         self.begun = {}
 
@@ -121,7 +123,7 @@ class FakeBackend:
         await self._enter("forward_backward")
         self.passes.append([request.run for request in requests])
         self.pass_tokens.append(sum(request.num_tokens for request in requests))
-        await asyncio.sleep(self.pass_seconds)
+        await self._survive(asyncio.sleep(self.pass_seconds))
         tokens = {int(t) for request in requests for datum in request.data for t in datum.tokens}
         if DEADLY_TOKEN in tokens:
             self._die()
@@ -199,7 +201,7 @@ class FakeBackend:
         self.updates.append((old, new))
 
     async def _enter(self, call: str) -> None:
-        await self._open.wait()
+        await self._survive(self._open.wait())
         self.calls.append(call)
         if not self.alive:
             self.alive = True
@@ -209,6 +211,12 @@ class FakeBackend:
             if self.die_in[call] < 0:
                 del self.die_in[call]
                 self._die()
+
+    async def _survive(self, wait: Awaitable[object]) -> None:
+        deaths = self._deaths
+        await wait
+        if self._deaths != deaths:
+            raise BackendError("the worker ended with code -9")
 
     def _die(self) -> None:
         self.kill()

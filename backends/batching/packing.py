@@ -82,7 +82,7 @@ def pack(
     all that is left of it are `shared_forward_tokens` or fewer, and a microbatch that needs
     gradients has room: a pass of their own would cost more.
     """
-    pieces = list(_pieces(lengths, backward))
+    pieces = list(pieces_of(lengths, backward))
     need_gradients = _fill((p for p in pieces if p.backward), max_tokens)
     forward_only = _fill((p for p in pieces if not p.backward), max_tokens)
     if need_gradients and forward_only:
@@ -93,7 +93,8 @@ def pack(
     return need_gradients + forward_only
 
 
-def _pieces(lengths: Sequence[Sequence[int]], backward: Sequence[bool]) -> Iterator[Piece]:
+def pieces_of(lengths: Sequence[Sequence[int]], backward: Sequence[bool]) -> Iterator[Piece]:
+    """Of requests in their order, given by the lengths of their datums."""
     for request, (datums, wanted) in enumerate(zip(lengths, backward, strict=True)):
         yield from (Piece(request, i, length, wanted) for i, length in enumerate(datums))
 

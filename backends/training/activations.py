@@ -20,7 +20,6 @@ from backends.lora.adapter import Adapter
 from backends.lora.grouping import arranged
 from backends.lora.parts import Owner, Part
 from backends.memory import free_bytes
-from backends.training.lane import Lane
 
 Checkpointing = Literal["auto", "on", "off"]
 
@@ -30,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Layers(Protocol):
-    """What is measured."""
+    """What is measured: a model, or a stage of one."""
 
     @property
     def device(self) -> torch.device: ...
@@ -59,22 +58,25 @@ class Activations:
         self._checkpointing = checkpointing
         self._bytes_per_token: float | None = None
 
-    def tries(self, microbatch: Microbatch, lanes: Sequence[Lane]) -> tuple[bool, ...]:
-        """Whether to recompute layers: first, and then whenever memory ran out before."""
-        if not microbatch.backward or self._checkpointing == "off":
-            return (False,)
-        trained = next(lanes[piece.request] for piece in microbatch.pieces if piece.backward)
-        return (False, True) if self.fit(microbatch.num_tokens, trained.adapter) else (True,)
-
-    def fit(self, num_tokens: int, adapter: Adapter) -> bool:
-        """Whether those of so many tokens may be kept. Measures once, with this adapter."""
-        if self._checkpointing != "auto":
-            return self._checkpointing == "off"
-        if self._bytes_per_token is None:
+    def measure(self, adapter: Adapter) -> None:
+        """Find out what a token takes, once, with the first adapter that is trained."""
+        if self._checkpointing == "auto" and self._bytes_per_token is None:
             self._bytes_per_token = bytes_per_token(self._model, adapter)
             _log.info("activations take %.0f kB a token", self._bytes_per_token / 1000)
-        needed = num_tokens * self._bytes_per_token
-        return not too_large(needed, free_bytes(self._model.device))
+
+    def tries(self, microbatch: Microbatch) -> tuple[bool, ...]:
+        """Whether to recompute layers: first, and then whenever memory ran out before. For `auto`
+        there must have been a `measure`."""
+        if not microbatch.backward or self._checkpointing == "off":
+            return (False,)
+        return (False, True) if self.fit(microbatch.num_tokens) else (True,)
+
+    def fit(self, num_tokens: int) -> bool:
+        """Whether those of so many tokens may be kept. As for `tries`."""
+        if self._checkpointing != "auto":
+            return self._checkpointing == "off"
+        assert self._bytes_per_token is not None
+        return not too_large(num_tokens * self._bytes_per_token, free_bytes(self._model.device))
 
 
 def too_large(needed: float, free: float) -> bool:

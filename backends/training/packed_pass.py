@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 
 import torch
+from torch import Tensor
 
 from backends.batching.attention import packed_attention
 from backends.batching.packing import SHARED_FORWARD_TOKENS, Microbatch, pack
@@ -15,7 +16,7 @@ from backends.memory import is_out_of_memory
 from backends.model import FrozenModel
 from backends.training.activations import Activations
 from backends.training.lane import Lane
-from backends.training.microbatch import Computed, Row, losses, total
+from backends.training.microbatch import Row, losses, total
 
 
 class PackedPass:
@@ -36,21 +37,35 @@ class PackedPass:
 
     def run(self, max_tokens: int) -> Generator[None, None, None]:
         """Yields after every microbatch but the last; adapters must not change in between."""
-        lengths = [[len(datum.tokens) for datum in lane.request.data] for lane in self._lanes]
-        backward = [lane.request.backward for lane in self._lanes]
+        self.measure()
         shared = SHARED_FORWARD_TOKENS[self._model.device.type]
-        for number, microbatch in enumerate(pack(lengths, backward, max_tokens, shared)):
+        for number, microbatch in enumerate(pack(*self.shape(), max_tokens, shared)):
             if number:
                 yield
             self._run(microbatch)
 
+    def measure(self) -> None:
+        """What the first lane that trains says of the memory that activations take."""
+        trained = next((lane.adapter for lane in self._lanes if lane.request.backward), None)
+        if trained is not None:
+            self._activations.measure(trained)
+
+    def shape(self) -> tuple[list[list[int]], list[bool]]:
+        """Of each lane: the lengths of its datums in tokens, and whether it wants gradients."""
+        lengths = [[len(datum.tokens) for datum in lane.request.data] for lane in self._lanes]
+        return lengths, [lane.request.backward for lane in self._lanes]
+
+    def wanted(self, microbatch: Microbatch) -> Microbatch:
+        """Without what belongs to requests that have failed."""
+        return microbatch.without({i for i, lane in enumerate(self._lanes) if lane.failed})
+
     def _run(self, microbatch: Microbatch) -> None:
         """Run what is still wanted of a microbatch. If memory does not suffice, keep less of it
         for the backward, then make room, then cut it into smaller ones."""
-        microbatch = microbatch.without({i for i, lane in enumerate(self._lanes) if lane.failed})
+        microbatch = self.wanted(microbatch)
         if not microbatch.pieces:
             return
-        for recompute in self._activations.tries(microbatch, self._lanes):
+        for recompute in self._activations.tries(microbatch):
             if self._fits(microbatch, recompute):
                 return
         parts = [microbatch] if self._make_room() else microbatch.split()
@@ -64,7 +79,7 @@ class PackedPass:
     def _fits(self, microbatch: Microbatch, recompute: bool) -> bool:
         """Compute a microbatch. False, and nothing has changed, if memory ran out."""
         try:
-            self._compute(microbatch, recompute)
+            self.compute(microbatch, recompute, microbatch.backward)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -75,34 +90,38 @@ class PackedPass:
             torch.cuda.empty_cache()
         return False
 
-    def _compute(self, microbatch: Microbatch, recompute: bool) -> None:
+    def compute(self, microbatch: Microbatch, recompute: bool, backward: bool) -> None:
+        """Forward, and the backward of what wants one."""
         spans = [(span, self._lanes[span.request]) for span in microbatch.spans]
         owners = [Owner(s.start, s.end, lane.adapter, lane.request.backward) for s, lane in spans]
         parts = arranged(owners, self._model.dtype)
-        with torch.set_grad_enabled(microbatch.backward):
-            computed = self._forward(microbatch, parts, recompute)
+        data = [self._lanes[piece.request].request.data[piece.datum] for piece in microbatch.pieces]
+        row = Row.of(data, self._model.device)
+        with torch.set_grad_enabled(backward):
+            hidden = self._hidden(row, parts, recompute)
+            logprobs = target_logprobs(hidden, self._model.head_weight, row.targets, parts)
+            computed = losses(self._lanes, microbatch.pieces, logprobs.split(row.lengths))
         loss = total(self._lanes, computed)
+        self.backward(hidden, loss)
         if loss is None:
             return
-        loss.backward()
         # All of them first: once a lane has taken what is its own, memory must not run out.
         gradients = [gradient for part in parts for gradient in part.take_gradients()]
         for (_, lane), gradient in zip(spans, gradients, strict=True):
             if gradient is not None and not lane.failed:
                 lane.add_gradient(gradient)
 
-    def _forward(
-        self, microbatch: Microbatch, parts: Sequence[Part], recompute: bool
-    ) -> list[Computed]:
-        pieces, model = microbatch.pieces, self._model
-        data = [self._lanes[piece.request].request.data[piece.datum] for piece in pieces]
-        row = Row.of(data, model.device)
-        hidden = model.hidden(
+    def backward(self, hidden: Tensor, loss: Tensor | None) -> None:
+        """Of a microbatch with these last hidden states; there may be no loss."""
+        if loss is not None:
+            loss.backward()
+
+    def _hidden(self, row: Row, parts: Sequence[Part], recompute: bool) -> Tensor:
+        model = self._model
+        return model.hidden(
             row.tokens,
             row.positions,
             parts,
             packed_attention(row.lengths, model.device, model.dtype),
             recompute=recompute,
         )
-        logprobs = target_logprobs(hidden, model.head_weight, row.targets, parts)
-        return losses(self._lanes, pieces, logprobs.split(row.lengths))

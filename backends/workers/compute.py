@@ -3,25 +3,21 @@ turns (`TimeShare`), a microbatch or a token at a time."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import assert_never
 
 from backends.contract import BackendError, Failure, SampleRequest, SampleResult
 from backends.sampling.embedded import EmbeddedEngine
 from backends.training.trainer import Trainer
 from backends.workers import messages
-from backends.workers.messages import Call, Reply, TrainingCall
+from backends.workers.messages import Call, Reply
+from backends.workers.process import explained
 from backends.workers.time_share import TimeShare
+from backends.workers.training_calls import Units, units
 
 Inbox = SimpleQueue[tuple[int, Call]]
-Units = Generator[None, None, Reply]
-"""A training call in units of work that others may come between; it returns the reply."""
-
-_log = logging.getLogger(__name__)
 
 
 class Compute:
@@ -79,7 +75,7 @@ class Compute:
             case messages.Stop():
                 self._stopping = True
             case _:
-                self._training.append((call_id, self._units(call)))
+                self._training.append((call_id, units(self._trainer, call)))
 
     def _add(self, call_id: int, request: SampleRequest, stream: bool) -> None:
         if request.request_id in self._sampling:
@@ -88,29 +84,6 @@ class Compute:
         if stream:
             self._engine.progress.follow(request.request_id)
         self._sampling[request.request_id] = call_id
-
-    def _units(self, call: TrainingCall) -> Units:
-        trainer = self._trainer
-        match call:
-            case messages.RunForwardBackward(requests):
-                return messages.losses((yield from trainer.forward_backward(requests)))
-            case messages.RunOptimStep(steps):
-                return messages.steps(trainer.optim_step(steps))
-            case messages.Create(run, spec):
-                trainer.create(run, spec)
-            case messages.Save(run, directory, contents):
-                return messages.Saved(trainer.save(run, directory, contents))
-            case messages.Load(run, directory, contents):
-                return messages.Loaded(trainer.load(run, directory, contents))
-            case messages.Unload(run):
-                trainer.unload(run)
-            case messages.Memory():
-                return messages.Remembered(trainer.memory())
-            case messages.Describe():
-                return messages.Described(trainer.info())
-            case _:
-                assert_never(call)
-        return messages.Done()
 
     def _train(self) -> None:
         self._attempt(self._train_one_unit, self._break_training)
@@ -144,11 +117,8 @@ class Compute:
         """The worker's one supervision: what breaks fails its own calls, and the rest goes on."""
         try:
             work()
-        except BackendError as error:
-            broke(str(error))
         except Exception as error:  # noqa: BLE001
-            _log.exception("a call broke")
-            broke(f"{type(error).__name__}: {error}")
+            broke(explained(error))
 
     def _break_training(self, message: str) -> None:
         call_id, _ = self._training.popleft()

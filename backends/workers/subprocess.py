@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
-import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -31,12 +31,10 @@ from backends.contract import (
 )
 from backends.workers import messages
 from backends.workers.backlog import Backlog
+from backends.workers.commands import Command
 from backends.workers.connection import Connection
 
 Expected = TypeVar("Expected")
-
-SAMPLES_AT_ONCE = 32
-"""How many samples a worker generates at once, unless it is told otherwise."""
 
 _LAST_BYTES = 2000
 """How much of its log tells why a worker died."""
@@ -64,35 +62,10 @@ class SubprocessBackend:
         self._closing = asyncio.create_task(self._close())
 
     @classmethod
-    async def start(
-        cls,
-        model_path: str | Path,
-        *,
-        dtype: str,
-        threads: int,
-        max_tokens_per_microbatch: int,
-        activation_checkpointing: str = "auto",
-        log_file: str | Path,
-        device: str = "auto",
-        device_run_bytes: int | None = None,
-        max_batch_size: int = SAMPLES_AT_ONCE,
-        kv_token_budget: int = 65_536,
-    ) -> SubprocessBackend:
+    async def start(cls, command: Command, log_file: str | Path) -> SubprocessBackend:
         """Returns when the model is loaded. Raises BackendError with the worker's last words
-        when it cannot be. `log_file` is appended to; `kv_token_budget` is in tokens."""
-        options = {
-            "--model": model_path,
-            "--dtype": dtype,
-            "--device": device,
-            "--threads": threads,
-            "--max-tokens-per-microbatch": max_tokens_per_microbatch,
-            "--activation-checkpointing": activation_checkpointing,
-            "--max-batch-size": max_batch_size,
-            "--kv-token-budget": kv_token_budget,
-        }
-        if device_run_bytes is not None:
-            options["--device-run-bytes"] = device_run_bytes
-        backend = await cls._spawn(options, Log(Path(log_file)))
+        when it cannot be. `log_file` is appended to."""
+        backend = await cls._spawn(command, Log(Path(log_file)))
         try:
             await backend._connection.ready()
         except BaseException:
@@ -192,20 +165,20 @@ class SubprocessBackend:
         await self._call(messages.Update(old, new), messages.Done)
 
     @classmethod
-    async def _spawn(cls, options: Mapping[str, object], log: Log) -> SubprocessBackend:
+    async def _spawn(cls, command: Command, log: Log) -> SubprocessBackend:
         ours, theirs = socket.socketpair()
-        arguments = [str(word) for option in options.items() for word in option]
         with theirs, log.path.open("ab") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "backends.workers.main", *arguments),
+                    *(command.python, "-m", command.module, *command.words),
                     *("--fd", str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
-                    env={**_ENVIRONMENT, **os.environ},
+                    env={**_ENVIRONMENT, **os.environ, **command.environment},
                     stdin=DEVNULL,
                     stdout=output,
                     stderr=output,
-                    # Out of the terminal's group: its Ctrl-C is for the service to act on.
+                    # Out of the terminal's group, whose Ctrl-C is for the service to act on; and so
+                    # that what the worker starts can be told from all else.
                     process_group=0,
                 )
             except BaseException:
@@ -224,6 +197,9 @@ class SubprocessBackend:
         except TimeoutError:
             self._kill()
         code = await self._process.wait()
+        # What it started does not outlive it; Ray's own processes would, for minutes.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         if self._stopped:
             error = BackendError("the worker was stopped")
         else:

@@ -94,6 +94,18 @@ def new_body(raw_header: bytes | bytearray) -> tuple[Header, np.ndarray]:
     return header, np.empty(header.body_bytes, np.uint8)
 
 
+def packed(call_id: int, message: object) -> np.ndarray:
+    """The frame as uint8[size]."""
+    return np.frombuffer(b"".join(encode(call_id, message)), np.uint8)
+
+
+def unpacked(frame: np.ndarray, decoder: Decoder[Message]) -> tuple[int, Message]:
+    """What is in uint8[size], which stays its owner's. Raises MalformedFrameError."""
+    header, body = new_body(frame[: HEADER.size].tobytes())
+    body[:] = frame[HEADER.size :]
+    return header.call_id, decoder.decode(header, body)
+
+
 class Channel(Generic[Message]):
     """A blocking socket that speaks frames: one thread receives; senders take turns themselves."""
 

@@ -12,6 +12,7 @@ from backends.contract import PauseMode
 from server.api import metrics
 from server.api.rooms import InRooms
 from server.core.errors import NotAuthenticated
+from server.core.ids import RunId
 
 
 async def check_operator(rooms: InRooms, authorization: Annotated[str, Header()] = "") -> None:
@@ -25,8 +26,37 @@ router = APIRouter(dependencies=[Depends(check_operator)], include_in_schema=Fal
 
 @router.get("/memory")
 async def memory(rooms: InRooms) -> dict[str, Any]:
-    """Bytes of each base model and of each run that is in memory; the other runs are on disk."""
-    return {name: asdict(report) for name, report in (await rooms.memory()).items()}
+    """Of each trainer, bytes of its base model and of each run that it has in memory; the other
+    runs are on disk."""
+    return {name: asdict(report) for name, report in (await rooms.trainers.memory()).items()}
+
+
+@router.get("/trainers")
+async def trainers(rooms: InRooms) -> list[dict[str, Any]]:
+    return [asdict(status) for status in rooms.trainers.statuses()]
+
+
+@router.post("/trainers/{name}/drain")
+async def drain_trainer(name: str, rooms: InRooms) -> dict[str, Any]:
+    rooms.trainers.drain(name)
+    return {}
+
+
+@router.post("/trainers/{name}/resume")
+async def resume_trainer(name: str, rooms: InRooms) -> dict[str, Any]:
+    rooms.trainers.resume(name)
+    return {}
+
+
+@router.post("/runs/{run}/move")
+async def move(run: str, rooms: InRooms, trainer: str | None = None) -> dict[str, Any]:
+    """It goes at the end of the request that it is in."""
+    return {"trainer": await rooms.trainers.move(RunId(run), trainer)}
+
+
+@router.get("/samplers")
+async def samplers(rooms: InRooms) -> list[dict[str, Any]]:
+    return [asdict(worker) for worker in rooms.sampling_workers()]
 
 
 @router.get("/replicas")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import Depends, Header, Query, Request
 
-from backends.contract import MemoryReport
 from server.audit.service import Audit
 from server.catalogue import Catalogue
 from server.checkpoints.downloads import Downloads
@@ -19,7 +18,8 @@ from server.checkpoints.service import Checkpoints
 from server.core.errors import ShuttingDown, TooLarge, TooSlow
 from server.core.ids import SessionId
 from server.core.records import Request as Job
-from server.core.records import Run, Tenant
+from server.core.records import Tenant
+from server.dispatch.trainers import Trainers
 from server.losses.service import CustomLosses
 from server.oai.service import OpenAI
 from server.replicas import Replicas
@@ -47,11 +47,13 @@ _SLOWEST_BYTES_PER_S = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Of the training on one base model."""
+class SamplingWorker:
+    """A worker that samples a base model beside a trainer that does not."""
 
-    ticks: int
-    tokens: int
+    model: str
+    alive: bool
+    generation: int
+    """How often it was started."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,15 +73,11 @@ class Rooms:
     usage: Usage
     audit: Audit
     traces: Traces
-    free: Callable[[Run], None]
-    """Tell a run's dispatcher that its session is over."""
-    memory: Callable[[], Awaitable[Mapping[str, MemoryReport]]]
-    """What each base model and its runs take."""
+    trainers: Trainers
     replicas: Replicas
     hold: Callable[[bool], None]
     """Have nothing new begin, or have it begin again."""
-    progress: Callable[[], Mapping[str, Progress]]
-    """What each base model has done since the start."""
+    sampling_workers: Callable[[], Sequence[SamplingWorker]]
     operator_token: str
     """Whoever shows it may look into the server (`api/operators.py`)."""
     draining: bool = False
@@ -102,7 +100,7 @@ class Rooms:
     def release(self, session: SessionId) -> None:
         """A session is over: its runs' tensors can be freed."""
         for live in self.runs.registry.of_session(session):
-            self.free(live.run)
+            self.trainers.release(live.run)
 
     def move(self, session: SessionId, project: str) -> None:
         """A session belongs to another project now, and what its runs save from now on too."""
@@ -115,8 +113,9 @@ class Rooms:
             return "paused_capacity", "the server is restarting"
         if self.maintenance:
             return "paused_capacity", "maintenance"
-        if request.run_id is not None and self.runs.registry.restoring(request.run_id):
-            return "paused_capacity", "restoring"
+        held_up = self.runs.registry.held_up
+        if request.run_id is not None and (reason := held_up(request.run_id)) is not None:
+            return "paused_capacity", reason
         model = self.samplers.base_model_of(request)
         if (reason := self.replicas.held_up(model, request.id)) is not None:
             return "paused_capacity", reason

@@ -37,6 +37,11 @@ class RunQueue:
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a request has run in part."""
+        return self._begun is not None
+
     def add(self, job: Job, now: float) -> None:
         """A number that was given up on and comes after all is run as soon as it is here."""
         self._last_arrival = now

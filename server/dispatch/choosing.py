@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from server.core.ids import RequestId, RunId, TenantId
 from server.core.requests import Job, Kind, Slice
@@ -23,12 +23,13 @@ class DispatchSettings:
 
 
 class Chooser:
-    """`suspects` may have killed the backend: each runs alone, to find out."""
+    """Of one trainer group. `suspects` may have killed a backend: each runs alone, to find out."""
 
     def __init__(
         self,
         *,
         base_model: str,
+        trainer: str,
         registry: Registry,
         residency: Residency,
         served: Served,
@@ -37,6 +38,7 @@ class Chooser:
         clock: Callable[[], float],
     ) -> None:
         self._base_model = base_model
+        self._trainer = trainer
         self._registry = registry
         self._residency = residency
         self._served = served
@@ -66,7 +68,7 @@ class Chooser:
         """Seconds until the next missing number will be given up on, if one is waited for."""
         ends = [
             end
-            for live in self._registry.busy(self._base_model)
+            for live in self._runs()
             if (end := live.queue.gap_ends_at(self._settings.gap_wait_s)) is not None
         ]
         return min(ends) - self._clock() if ends else None
@@ -77,8 +79,8 @@ class Chooser:
         ready: dict[RunId, Iterable[Slice]] = {}
         heads: list[Job] = []
         away: list[Job] = []
-        for live in self._registry.busy(self._base_model):
-            slices = live.queue.ready(now, self._settings.gap_wait_s)
+        for live in self._runs():
+            slices = self._slices(live, now)
             head = next(slices, None)
             if head is None:
                 continue
@@ -89,6 +91,16 @@ class Chooser:
                 away.append(head.job)
         self._served.set_active(heads)
         return ready, away
+
+    def _runs(self) -> Iterator[LiveRun]:
+        return self._registry.busy(self._base_model, self._trainer)
+
+    def _slices(self, live: LiveRun, now: float) -> Iterator[Slice]:
+        """What the run may do next: of one that leaves, the rest of the request it is in."""
+        slices = live.queue.ready(now, self._settings.gap_wait_s)
+        if not live.leaving:
+            return slices
+        return islice(slices, int(live.queue.begun and self._residency.ready(live)))
 
     def _can_run(self, live: LiveRun, head: Job) -> bool:
         """Whether its tensors are there, or it needs none."""

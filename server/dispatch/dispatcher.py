@@ -1,10 +1,10 @@
-"""The loop to the devices: choose, run, record. One dispatcher a base model.
+"""The loop to the devices: choose, run, record. One dispatcher a trainer group.
 
 It chooses (`choosing.py`) among the runs that the backend holds (`residency.py`). Others that have
 work are brought there beside the ticks (`restoring.py`): from their last snapshots
 (`snapshots.py`), then by playing the journaled requests after them. That one path serves a restart
-of the server, the death of a worker, and a run that had been put away. What came of a tick is
-committed while the next one computes (`recording.py`).
+of the server, the death of a worker, and a run that had been put away or comes from another group
+(`pool.py`). What came of a tick is committed while the next one computes (`recording.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import structlog
 
@@ -22,6 +23,7 @@ from server.core.ids import RequestId, RunId
 from server.core.requests import REPLAYED_KINDS, Job
 from server.core.schedule import Served, Tick
 from server.dispatch.choosing import Chooser, DispatchSettings
+from server.dispatch.departing import Departures
 from server.dispatch.device import Device, Lost, Restartable
 from server.dispatch.recording import Recorder
 from server.dispatch.residency import Residency
@@ -39,25 +41,51 @@ _PAUSE_S = 0.02
 """After a bug in choosing, so that it does not take the whole processor."""
 
 
+class Surroundings(Protocol):
+    """What the groups of a base model do for each other."""
+
+    attempts: dict[RequestId, int]
+    """How often a backend has died of a request."""
+
+    def elsewhere(self, trainer: str) -> bool:
+        """Whether another group that is alive takes this one's runs."""
+        ...
+
+    def rescue(self, trainer: str) -> None:
+        """It is dead, and others take its runs."""
+        ...
+
+    def left(self, live: LiveRun) -> None:
+        """No group has the run any more; it may have work."""
+        ...
+
+
 class Dispatcher:
+    """Of the trainer group `name`; `recorder` is that of all groups: a run that comes from another
+    must find everything on disk that was executed there."""
+
     def __init__(
         self,
         *,
+        name: str,
         base_model: str,
         backend: Restartable,
         registry: Registry,
         checkpoints: Checkpoints,
         ledger: Ledger,
+        recorder: Recorder,
+        surroundings: Surroundings,
         settings: DispatchSettings,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._base_model = base_model
+        self.name = name
         self._registry = registry
         self._ledger = ledger
+        self._surroundings = surroundings
         self._snapshot_after_s = settings.snapshot_after_s
-        self._device = Device(backend)
+        self._device = Device(name, backend, lambda: surroundings.elsewhere(name))
         self._execution = Execution(backend, registry, checkpoints, clock)
-        self._recorder = Recorder(registry, ledger, checkpoints)
+        self._recorder = recorder
         self._snapshots = Snapshots(
             device=self._device,
             registry=registry,
@@ -65,7 +93,7 @@ class Dispatcher:
             db=ledger.db,
             recorded=self._recorder.recorded,
         )
-        served = Served(VirtualCounters(settings.tenant_weights), GroupedCounters())
+        self._served = Served(VirtualCounters(settings.tenant_weights), GroupedCounters())
         self._residency = Residency(
             device=self._device,
             registry=registry,
@@ -79,28 +107,32 @@ class Dispatcher:
             snapshots=self._snapshots,
             memory_bytes=settings.run_memory_bytes,
             restore_failed=self._restore_failed,
-            gone=served.runs.forget,
+            gone=self._gone,
             wake=self.wake,
         )
-        self._attempts: dict[RequestId, int] = {}
+        self._attempts = surroundings.attempts
         self._chooser = Chooser(
             base_model=base_model,
+            trainer=name,
             registry=registry,
             residency=self._residency,
-            served=served,
+            served=self._served,
             suspects=self._attempts,
             settings=settings,
             clock=clock,
         )
+        self._departures = Departures(self._device, self._residency)
+        self.has = self._departures.has
+        self.abandon = self._residency.abandon
         self._work = asyncio.Event()
         self._stopping = False
-        self._held = False
         self.ticks = 0
         self.tokens = 0
         """What went through the model in them."""
 
     def wake(self) -> None:
         self._work.set()
+        self._departures.look_again()
 
     def stop(self) -> None:
         """Finish the tick under way; what waits stays in the journal."""
@@ -109,28 +141,46 @@ class Dispatcher:
 
     def hold(self) -> None:
         """Begin nothing new until `let_go`; what is under way goes on."""
-        self._held = True
+        self._departures.held = True
+        self._departures.look_again()
 
     def let_go(self) -> None:
-        self._held = False
-        self._work.set()
+        self._departures.held = False
+        self.wake()
 
     def release(self, runs: Iterable[RunId]) -> None:
         """Their sessions are over: free their tensors once nothing of theirs waits."""
         self._residency.release(runs)
         self.wake()
 
+    async def send_away(self, live: LiveRun) -> None:
+        """Have the run leave, its state on disk, at the end of the request that it is in."""
+        try:
+            await self._departures.leave(live)
+        finally:
+            self.wake()
+        self.forget(live)
+
+    def forget(self, live: LiveRun) -> None:
+        """The run is another group's from now on, or nobody's."""
+        self._registry.assign(live, None)
+        self._served.runs.forget(live.run.owner, live.run.id)
+
+    def _gone(self, live: LiveRun) -> None:
+        self.forget(live)
+        self._surroundings.left(live)
+
     async def run(self) -> None:
         """Until stopped. The supervision loop: whatever a tick raises fails that tick alone."""
         while not self._stopping:
             self._work.clear()
-            if self._held:
+            if self._departures.held:
                 await self._work.wait()
                 continue
             try:
                 tick = self.choose()
             except Exception:
-                log.exception("choosing_failed", model=self._base_model)
+                log.exception("choosing_failed", trainer=self.name)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if tick is None:
@@ -146,10 +196,21 @@ class Dispatcher:
         await self._snapshot_all()
 
     def choose(self) -> Tick | None:
-        return self._chooser.choose()
+        if self._device.given_up:
+            self._surroundings.rescue(self.name)
+            return None
+        tick = self._chooser.choose()
+        self._departures.began(tick)
+        return tick
 
     async def step(self, tick: Tick) -> None:
         """Run what was chosen and record what came of it."""
+        try:
+            await self._step(tick)
+        finally:
+            self._departures.ended()
+
+    async def _step(self, tick: Tick) -> None:
         lives = {self._registry.known(job.run) for job in tick.jobs}
         tick = await self._without_stillborn(tick)
         if not tick.slices:
@@ -182,15 +243,15 @@ class Dispatcher:
     async def _execute(self, tick: Tick) -> tuple[list[Executed], dict[LiveRun, Snapshot]]:
         lives = [self._registry.known(job.run) for job in tick.jobs]
         creates = tick.jobs[0].creates
-        async with self._device.turn() as generation:
-            if not creates and any(live.resident_in != generation for live in lives):
+        async with self._device.turn() as here:
+            if not creates and any(live.resident_in != here for live in lives):
                 raise Lost("it was started again before the tick")
             self._ledger.mark_started(one.job.request for one in tick.slices if not one.first)
             began = time.perf_counter()
             executed = await self._execution.run(tick)
             self._account(tick, time.perf_counter() - began)
             if creates and executed[0].outcome.error is None:
-                lives[0].resident_in = generation
+                lives[0].resident_in = here
                 self._residency.add(lives[0])
             snapshots = await self._snapshots.of_unrepeatable(executed)
         self._residency.used(tick)

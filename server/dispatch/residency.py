@@ -39,7 +39,7 @@ class _Resident:
 
 class Residency:
     """`restore_failed` hears of requests whose run could not be brought, `gone` of runs that were
-    put away; `wake` is called whenever anything has moved."""
+    put away, for which work may have come by then; `wake` is called whenever anything has moved."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Residency:
         snapshots: Snapshots,
         memory_bytes: int,
         restore_failed: Callable[[Job, Exception], Awaitable[None]],
-        gone: Callable[[TenantId, RunId], None],
+        gone: Callable[[LiveRun], None],
         wake: Callable[[], None],
     ) -> None:
         self._device = device
@@ -76,6 +76,10 @@ class Residency:
     def ready(self, live: LiveRun) -> bool:
         """Whether the backend holds the run, and will."""
         return self._device.holds(live) and live.run.id not in self._leaving
+
+    def moving(self, run: RunId) -> bool:
+        """Whether it is on its way here, or from here to disk."""
+        return run in self._coming or run in self._leaving
 
     def held(self) -> list[LiveRun]:
         return [one.live for one in self._resident.values() if self._device.holds(one.live)]
@@ -106,6 +110,29 @@ class Residency:
             waiting.remove(head)
             self._brought.charge(head.tenant, 1)
             self._coming[head.run] = asyncio.create_task(self._bring(head))
+
+    def abandon(self) -> None:
+        """The backend is dead: nobody is brought here any more."""
+        for task in self._coming.values():
+            task.cancel()
+
+    async def leave(self, live: LiveRun) -> None:
+        """Free the run's memory here, whatever waits for it: elsewhere it starts from the snapshot
+        that is taken now. Where none can be, the journal leads there all the same."""
+        run = live.run.id
+        self._leaving.add(run)
+        try:
+            if self._device.holds(live):
+                if live.unsaved_s > 0:
+                    await self._snapshots.attempt(live)
+                await self._unload(run)
+        except BackendError as error:
+            log.warning("unload_failed", run=run, why=str(error))
+            self._grown = True
+        finally:
+            live.resident_in = None
+            self._resident.pop(run, None)
+            self._leaving.discard(run)
 
     def release(self, runs: Iterable[RunId]) -> None:
         """Their sessions are over: free their tensors once nothing of theirs waits."""
@@ -180,7 +207,8 @@ class Residency:
         for run in held:
             if excess <= 0:
                 break
-            if await self._put_away(self._resident[run].live):
+            resident = self._resident.get(run)
+            if resident is None or await self._put_away(resident.live):
                 excess -= _most(report.runs[run])
         return excess > 0
 
@@ -194,21 +222,24 @@ class Residency:
     async def _put_away(self, live: LiveRun) -> bool:
         """Whether its memory is free: not if anything waits for it, or if it cannot be saved."""
         run = live.run.id
-        if live.pending or not self._device.holds(live):
+        if live.pending or not self.ready(live):
             return False
         self._leaving.add(run)
         try:
             if live.unsaved_s > 0 and not await self._snapshots.attempt(live):
                 self._resident[run].stuck = True
                 return False
-            async with self._device.turn():
-                await self._device.backend.unload(run)
+            await self._unload(run)
             live.resident_in = None
             del self._resident[run]
-            self._gone(live.run.owner, run)
-            return True
         finally:
             self._leaving.discard(run)
+        self._gone(live)
+        return True
+
+    async def _unload(self, run: RunId) -> None:
+        async with self._device.turn():
+            await self._device.backend.unload(run)
 
 
 def _most(memory: RunMemory) -> int:

@@ -15,7 +15,7 @@ from server.dispatch.device import Device, Lost
 from server.losses.service import with_loss
 from server.runs.operations import decode
 from server.runs.parts import parts
-from server.runs.registry import LiveRun
+from server.runs.registry import LiveRun, Residence
 from server.runs.service import adapter_spec
 from server.store import journal
 from server.store.database import Database
@@ -48,16 +48,16 @@ class Restoring:
         Lost when the backend was started again in between."""
         await self._recorded()
         run = live.run
-        async with self._device.turn() as generation:
+        async with self._device.turn() as here:
             await self._start(run)
         after = -1 if run.snapshot_seq is None else run.snapshot_seq
         requests = await self._db.read(lambda db: journal.replayable(db, run.id, after))
         seconds = 0.0
         for request in requests:
-            seconds += await self._replay(run, request, generation)
+            seconds += await self._replay(run, request, here)
         log.info("run_restored", run=run.id, snapshot_seq=run.snapshot_seq, replayed=len(requests))
         live.unsaved_s = seconds  # the next crash would repeat it again
-        live.resident_in = generation
+        live.resident_in = here
 
     async def _start(self, run: Run) -> None:
         if run.snapshot_folder is None:
@@ -66,25 +66,25 @@ class Restoring:
             folder = self._storage.path(run.snapshot_folder)
             await self._device.backend.load(run.id, folder, "snapshot")
 
-    async def _replay(self, run: Run, request: Request, generation: int) -> float:
+    async def _replay(self, run: Run, request: Request, here: Residence) -> float:
         """Do a request again; the seconds it took."""
         operation = await asyncio.to_thread(decode, request)
         if isinstance(operation, OptimStep):
-            return await self._repeat(request, operation, generation)
+            return await self._repeat(request, operation, here)
         assert isinstance(operation, ForwardBackward)
         operation = await with_loss(self._db, operation, run.session_id)
         return sum(
             [
-                await self._repeat(request, part, generation)
+                await self._repeat(request, part, here)
                 for part in parts(operation, self._token_budget)
             ]
         )
 
     async def _repeat(
-        self, request: Request, call: ForwardBackward | OptimStep, generation: int
+        self, request: Request, call: ForwardBackward | OptimStep, here: Residence
     ) -> float:
         async with self._replaying, self._device.turn() as now:
-            if now != generation:
+            if now != here:
                 raise Lost("it was started again while a run was restored")
             began = time.perf_counter()
             if isinstance(call, OptimStep):

@@ -90,8 +90,8 @@ class Snapshots:
     async def _take(self, live: LiveRun) -> None:
         """Save the run's state and make it the one that a restore starts from."""
         await self._recorded()
-        async with self._device.turn() as generation:
-            if live.resident_in != generation:
+        async with self._device.turn() as here:
+            if live.resident_in != here:
                 raise Lost("the run is not in memory any more")
             snapshot = await self._save(live, live.executed_seq)
         await self._db.write(snapshot.put)

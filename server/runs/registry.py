@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,8 @@ from server.store.bell import Bell
 
 OnInflight = Callable[[Run, str], None]
 """Gets the run as it was, and the folder of its newer weights."""
+Residence = tuple[str, int]
+"""A trainer group by name, and which of its generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,12 @@ class LiveRun:
     run: Run
     queue: RunQueue
     pending: dict[RequestId, Pending] = field(default_factory=dict)
-    resident_in: int | None = None
-    """The generation of the backend that holds its tensors, or None."""
+    trainer: str | None = None
+    """The group that it belongs to, while that has its tensors or work of it."""
+    leaving: bool = False
+    """It goes from there to another: nothing of it begins meanwhile."""
+    resident_in: Residence | None = None
+    """Where its tensors are in memory."""
     restoring: bool = False
     executed_seq: int = -1
     """The highest seq whose effect is in the tensors."""
@@ -76,6 +82,10 @@ class Registry:
         self._fetch = fetch
         self._runs: WeakValueDictionary[RunId, LiveRun] = WeakValueDictionary()
         self._recent: Recent[RunId, LiveRun] = Recent()
+        self._members: defaultdict[str, WeakValueDictionary[RunId, LiveRun]] = defaultdict(
+            WeakValueDictionary
+        )
+        """Those that belong to a trainer group."""
         self._busy: defaultdict[str, dict[RunId, LiveRun]] = defaultdict(dict)
         """Those with pending requests, by base model."""
         self._pass_bytes: Counter[TenantId] = Counter()
@@ -97,9 +107,21 @@ class Registry:
     def known(self, run: RunId) -> LiveRun:
         return self._runs[run]
 
-    def busy(self, base_model: str) -> Collection[LiveRun]:
-        """The runs of which anything waits or runs."""
-        return self._busy[base_model].values()
+    def assign(self, live: LiveRun, trainer: str | None) -> None:
+        """The run, which is nowhere in memory, belongs to that group from now on, or to none."""
+        if live.trainer is not None:
+            self._members[live.trainer].pop(live.run.id, None)
+        if trainer is not None:
+            self._members[trainer][live.run.id] = live
+        live.trainer, live.resident_in = trainer, None
+
+    def members(self, trainer: str) -> list[LiveRun]:
+        """The runs that belong to a trainer group."""
+        return list(self._members[trainer].values())
+
+    def busy(self, base_model: str, trainer: str | None) -> Iterator[LiveRun]:
+        """The runs of one trainer group, or those without, of which anything waits or runs."""
+        return (live for live in self._busy[base_model].values() if live.trainer == trainer)
 
     def is_pending(self, job: Job) -> bool:
         """Whether the job has no outcome yet."""
@@ -115,9 +137,16 @@ class Registry:
         """Payloads of the tenant's passes that wait or run."""
         return self._pass_bytes[tenant]
 
-    def restoring(self, run: RunId) -> bool:
+    def held_up(self, run: RunId) -> str | None:
+        """Why nothing that waits for the run can begin, if it is not just another's turn."""
         live = self._runs.get(run)
-        return live is not None and live.restoring
+        if live is None:
+            return None
+        if live.leaving:
+            return "moving to another trainer"
+        if live.restoring:
+            return "restoring"
+        return "every trainer is drained" if live.trainer is None else None
 
     def of_session(self, session: SessionId) -> list[LiveRun]:
         return [live for live in self._runs.values() if live.run.session_id == session]

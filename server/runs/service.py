@@ -54,7 +54,7 @@ log = structlog.get_logger()
 
 
 class Runs:
-    """`wake(base_model)` tells that model's dispatcher that there is something to do."""
+    """`wake` tells whoever trains a run that there is something to do."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Runs:
         max_pass_bytes: int,
         room_wait_s: float = 10.0,
         clock: Callable[[], float],
-        wake: Callable[[str], None],
+        wake: Callable[[LiveRun], None],
         refuse_stable_reinforce: bool = False,
     ) -> None:
         self._ledger = ledger
@@ -257,7 +257,7 @@ class Runs:
         stored, new = await self._ledger.submit(failed)
         if new:
             live.queue.refuse(request.seq)
-            self._wake(live.run.base_model)
+            self._wake(live)
         return stored
 
     async def resume(self, unfinished: list[Request]) -> None:
@@ -280,7 +280,7 @@ class Runs:
                 await self._ledger.finish(request, outcome)
                 continue
             self.registry.push(live, request, operation, now)
-            self._wake(live.run.base_model)
+            self._wake(live)
 
     async def get(self, tenant: Tenant, run: RunId) -> Run:
         return (await self.registry.get(run, tenant.id)).run
@@ -320,7 +320,7 @@ class Runs:
         if new:
             live = self.registry.add(run)
             self.registry.push(live, stored, decode(stored), now)
-            self._wake(base_model)
+            self._wake(live)
         return stored
 
     async def _accept(
@@ -340,7 +340,7 @@ class Runs:
             live.run = replace(live.run, last_request_at=now)
         if new:
             self.registry.push(live, stored, operation, now)
-            self._wake(live.run.base_model)
+            self._wake(live)
         return stored
 
     async def _accept_recorded(

@@ -45,14 +45,14 @@ def settings(data: Path) -> Settings:
 def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     """The routes, made once, since that is slow; each test puts its own service behind them."""
     settings = Settings(data=tmp_path_factory.mktemp("routes"), models={})
-    return create_app(settings, backends={MODEL: FakeBackend()})
+    return create_app(settings, backends={MODEL: [FakeBackend()]})
 
 
 @pytest_asyncio.fixture
 async def client(
     app: FastAPI, settings: Settings, clock: Clock, backend: FakeBackend
 ) -> AsyncGenerator[Client]:
-    service = Service(settings, clock, {MODEL: backend})
+    service = Service(settings, clock, {MODEL: [backend]})
     await service.start()
     app.state.rooms = service.rooms
     async with Client(app) as client:

@@ -36,7 +36,7 @@ bounded = settings(
 def documents() -> tuple[dict[str, Any], dict[str, Any]]:
     """The schemas of Tinker's and of OpenAI's surface."""
     with tempfile.TemporaryDirectory() as folder:
-        backends = {"tiny/fake": FakeBackend()}
+        backends = {"tiny/fake": [FakeBackend()]}
         app = create_app(Settings(data=Path(folder), models={}), backends=backends)
     mounted = [route.app for route in app.routes if isinstance(route, Mount)]
     (oai,) = [inner for inner in mounted if isinstance(inner, FastAPI)]

@@ -26,7 +26,7 @@ async def test_memory_is_told_by_run(
     run = await client.run()
     answer = (await operator.get("memory")).json()
     expected = (await backend.memory()).runs[run]
-    assert answer["tiny/fake"]["runs"][run]["weights"] == expected.weights > 0
+    assert answer["trainer-0"]["runs"][run]["weights"] == expected.weights > 0
 
 
 @pytest.mark.parametrize("token", ["", "Bearer ", "Bearer guess", "Bearer \u00e9"])

@@ -74,7 +74,7 @@ async def client(
     fleet: VllmEngine,
     fakes: list[FakeServer],
 ) -> AsyncGenerator[Client]:
-    service = Service(settings, clock, {MODEL: backend}, {MODEL: fleet})
+    service = Service(settings, clock, {MODEL: [backend]}, {MODEL: fleet})
     await service.start()
     app.state.rooms = service.rooms
     for fake in fakes:
@@ -299,8 +299,8 @@ async def test_metrics_tell_of_replicas_and_of_training(
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
-    assert found["hearth_tokens_total", MODEL] == 3
-    assert found["hearth_ticks_total", MODEL] == 2  # the run's creation is one
+    assert found["hearth_tokens_total", MODEL, "trainer-0"] == 3
+    assert found["hearth_ticks_total", MODEL, "trainer-0"] == 2  # the run's creation is one
     requests = [found["hearth_replica_requests_total", f"replica-{i}", MODEL] for i in (0, 1)]
     assert sum(requests) == 1
     assert found["hearth_replica_state", "draining", "replica-1", MODEL] == 1

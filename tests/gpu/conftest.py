@@ -27,6 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(900))
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--device") != "cpu" and torch.cuda.is_available():
+        name, (_, total) = torch.cuda.get_device_name(), torch.cuda.mem_get_info()
+        return f"on {name} with {total / 2**30:.1f} GiB, torch {torch.__version__}"
+    return f"on the CPU, torch {torch.__version__}"
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     wanted = torch.device(request.config.getoption("--device"))

@@ -16,12 +16,19 @@ from backends.model import FrozenModel
 from backends.training.activations import bytes_per_token
 from backends.training.local import local_trainer
 from backends.training.trainer import Trainer
+from server.planning import memory
+from server.planning.activations import PassShape
+from server.planning.linears import GROUPS
+from server.planning.memory import TrainerMemory, Workload
+from server.planning.shapes import ModelShape
 from tests.gpu.conftest import Report
 from tests.gpu.models import Shape, every_layer, random_model
+from tests.peak_memory import peak_bytes
 from tests.unit.backends.material import run_good
 
 RUNS = [f"run{i}" for i in range(8)]
 ROUNDS = 5
+RANK = 32
 TARGET = 2.5
 """Design: 8 tenants x 256 tokens in one pass, over one tenant x 256, at most so many times."""
 
@@ -36,7 +43,7 @@ def model(large: Shape, device: torch.device) -> Iterator[FrozenModel]:
 def _trainer(model: FrozenModel, checkpointing: str) -> Trainer:
     trainer = local_trainer(model, 8192, checkpointing)
     for seed, run in enumerate(RUNS):
-        trainer.create(run, every_layer(32, seed))
+        trainer.create(run, every_layer(RANK, seed))
     return trainer
 
 
@@ -74,15 +81,14 @@ def _pass_seconds(trainer: Trainer, requests: Sequence[ForwardBackward]) -> floa
     return statistics.median(taken[1:])  # the first one warms up
 
 
-def _peak(trainer: Trainer, requests: Sequence[ForwardBackward]) -> str:
-    """What a pass takes beyond what lies there before."""
-    device = trainer._model.device
-    if device.type != "cuda":
-        return "not measured"
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run_good(trainer, *requests)
-    return f"{(torch.cuda.max_memory_allocated(device) - before) / 2**20:.0f} MiB"
+def _planned(model: FrozenModel) -> TrainerMemory:
+    """What `hearth doctor --plan` says of the same, for one run."""
+    made = PassShape(dtype_bytes=model.dtype.itemsize, rank=RANK, groups=GROUPS)
+    return memory.local(ModelShape.of(model._config.to_dict()), Workload(runs=1, made=made))
+
+
+def _mebibytes(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def test_eight_tenants_in_one_pass(model: FrozenModel, report: Report):
@@ -97,13 +103,18 @@ def test_eight_tenants_in_one_pass(model: FrozenModel, report: Report):
 def test_memory_and_time_of_checkpointing(model: FrozenModel, report: Report):
     request = _request(RUNS[0], [1024] * 2, model.vocab_size)
     kept, recomputed = (_trainer(model, checkpointing) for checkpointing in ("off", "on"))
-    adapter = kept._runs[RUNS[0]].adapter
+    adapter, planned = kept._runs[RUNS[0]].adapter, _planned(model)
+    report(f"base model: {_mebibytes(model.num_bytes)}, reckoned {_mebibytes(planned.base)}")
     for name, trainer in (("kept", kept), ("recomputed", recomputed)):
         seconds = _pass_seconds(trainer, [request])
         per_token = bytes_per_token(model, adapter, recompute=trainer is recomputed)
+        peak = peak_bytes(model.device, lambda t=trainer: run_good(t, request))
+        reckoned = planned.in_pass + planned.activations(2048, recompute=trainer is recomputed)
         report(
             f"2,048 tokens, activations {name}: {2048 / seconds:,.0f} tokens/s, "
-            f"peak {_peak(trainer, [request])}, {per_token / 1000:,.0f} kB a token by count"
+            f"peak {_mebibytes(peak)}, reckoned {_mebibytes(reckoned)} "
+            f"and {_mebibytes(planned.logits)} at most for logits, "
+            f"{per_token / 1000:,.0f} kB a token by count"
         )
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from backends.contract import ForwardBackward, LossResult, PassOutcome
 from tests.megatron.group import Group, first
 
-LAYOUTS = {
-    "tensor 2, pipeline 2": (2, 2, True),
-    "tensor 2, data 2": (2, 1, True),
-    "tensor 2, data 2, whole sequences": (2, 1, False),
-    "pipeline 2, data 2": (1, 2, True),
-    "data 4": (1, 1, True),
+_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, int | bool]] = {
+    "tensor 2, pipeline 2": {**_SEQUENCE, "pipeline_parallel": 2},
+    "tensor 2, data 2": _SEQUENCE,
+    "tensor 2, data 2, whole sequences": {"tensor_parallel": 2},
+    "pipeline 2, data 2": {"pipeline_parallel": 2},
+    "data 4": {},
 }
 """Of four ranks."""
 MAX_TOKENS = 64

@@ -128,11 +128,12 @@ def test_a_folder_that_cannot_be_loaded_is_refused_on_every_rank(group, start, t
 
 @only_llama
 @pytest.mark.parametrize(
-    ("sizes", "reason"),
+    ("layout", "reason"),
     [
-        ((4, 1, True), "llama: num_key_value_heads = 2 cannot be divided among 4 ranks"),
-        ((1, 4, True), "llama: num_hidden_layers = 2 cannot be divided among 4 ranks"),
+        ({"tensor_parallel": 4}, "llama: num_key_value_heads = 2 cannot be divided among 4 ranks"),
+        ({"expert_parallel": 2}, "llama: there are no experts to divide"),
+        ({"pipeline_parallel": 4}, "llama: num_hidden_layers = 2 cannot be divided among 4 ranks"),
     ],
 )
-def test_a_model_that_cannot_be_divided_is_refused(group, base, sizes, reason):
-    assert set(group.call("not_started", base, sizes)) == {reason}
+def test_a_model_that_cannot_be_divided_is_refused(group, base, layout, reason):
+    assert set(group.call("not_started", base, layout)) == {reason}

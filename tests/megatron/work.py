@@ -23,12 +23,9 @@ from backends.contract import (
 )
 from backends.model import UnsupportedModelError
 from backends.training.activations import Checkpointing
-from backends.training.megatron.model import MegatronModel
-from backends.training.megatron.parallel import Parallel
-from backends.training.megatron.passes import megatron_trainer
+from backends.training.megatron.trainer import load as load_trainer
 from backends.training.trainer import CallRefusedError, Trainer
 
-_models: list[MegatronModel] = []
 _trainers: list[Trainer] = []
 _stores: Iterator[Path] = iter(())
 
@@ -47,26 +44,33 @@ def _meet(rank: int, num_ranks: int) -> None:
 
 def start(
     path: Path,
-    sizes: tuple[int, int, bool],
+    layout: dict[str, int | bool],
     max_tokens: int,
     checkpointing: Checkpointing = "off",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """A trainer in place of the one before; `sizes` are the fields of `Parallel`."""
+    """A trainer in place of the one before."""
     if parallel_state.is_initialized():
         # With all of its groups, dozens for a layout: their sockets and threads would pile up.
         parallel_state.destroy_model_parallel()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()
         _meet(rank, num_ranks)
-    _models[:] = [MegatronModel.load(path, dtype, Parallel(*sizes))]
-    _trainers[:] = [megatron_trainer(_models[0], max_tokens, checkpointing)]
+    made = load_trainer(
+        path,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_tokens_per_microbatch=max_tokens,
+        activation_checkpointing=checkpointing,
+        **layout,
+    )
+    _trainers[:] = [made]
 
 
-def not_started(path: Path, sizes: tuple[int, int, bool]) -> str:
+def not_started(path: Path, layout: dict[str, int | bool]) -> str:
     """Why the model cannot be divided so."""
     try:
-        MegatronModel.load(path, torch.float32, Parallel(*sizes))
+        start(path, layout, 64)
     except UnsupportedModelError as error:
         return str(error)
     raise AssertionError("it was loaded")
@@ -74,7 +78,7 @@ def not_started(path: Path, sizes: tuple[int, int, bool]) -> str:
 
 def exported() -> dict[str, Tensor]:
     """The base model, from the first rank; the others have a part in it."""
-    tensors = dict(_models[0].export())
+    tensors = dict(_trainers[0]._model.export())
     return tensors if dist.get_rank() == 0 else {}
 
 

@@ -22,17 +22,23 @@ _Start = Callable[[], Awaitable[Host]]
 
 
 def assemble(
-    launch: LaunchSettings, *, names: Sequence[str], urls: Sequence[str], folder: Path
+    launch: LaunchSettings,
+    *,
+    names: Sequence[str],
+    urls: Sequence[str],
+    folder: Path,
+    devices: Sequence[str] = (),
 ) -> VllmEngine:
-    """One replica for each of `names`, on the servers at `urls` if there are any. `folder` is for
-    logs. Raises BackendError when the model's folder holds none."""
+    """One replica for each of `names`, on the servers at `urls` if there are any, or each on its
+    `devices`. `folder` is for logs. Raises BackendError when the model's folder holds none."""
     facts = replace(ModelFacts.read(launch.model), max_context_length=launch.max_model_len)
     if urls:
         starts = [_remote(url, facts) for url in urls]
     else:
         cores = core_sets(sorted(os.sched_getaffinity(0)), len(names))
         logs = [folder / f"vllm-{name}.log" for name in names]
-        starts = [_local(launch, own, log) for own, log in zip(cores, logs, strict=True)]
+        launches = [replace(launch, devices=own) for own in devices or [None] * len(names)]
+        starts = [_local(*each) for each in zip(launches, cores, logs, strict=True)]
     idle = write_idle_adapter(launch.model, folder / f"idle-{names[0]}")
     replicas = [
         Replica(name, start, adapter_capacity=launch.max_cpu_loras, warmup_adapter=idle)

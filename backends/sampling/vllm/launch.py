@@ -46,11 +46,15 @@ class LaunchSettings:
     """A sample's k best need k + 1."""
     kv_cache_bytes: int | None = None
     """None leaves it to vLLM, which takes most of the memory there is."""
+    gpu_memory_utilization: float | None = None
+    """Share of each GPU; None leaves it to vLLM."""
+    devices: str | None = None
+    """CUDA_VISIBLE_DEVICES; None is what this process sees."""
     on_cpu: bool = True
 
 
 def command(settings: LaunchSettings, port: int) -> list[str]:
-    options = {
+    options: dict[str, object] = {
         "--model": settings.model.absolute(),
         "--served-model-name": BASE,
         "--host": "127.0.0.1",
@@ -67,6 +71,10 @@ def command(settings: LaunchSettings, port: int) -> list[str]:
     }
     if settings.kv_cache_bytes is not None:
         options["--kv-cache-memory-bytes"] = settings.kv_cache_bytes
+    if settings.gpu_memory_utilization is not None:
+        options["--gpu-memory-utilization"] = settings.gpu_memory_utilization
+    if settings.devices is not None:
+        options["--tensor-parallel-size"] = len(settings.devices.split(","))
     flags = ["--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details"]
     flags += ["--disable-uvicorn-access-log"]
     if settings.on_cpu:
@@ -88,6 +96,8 @@ def environment(settings: LaunchSettings, cores: Sequence[int]) -> dict[str, str
     }
     # Nothing of this process's own source tree: the other environment has its own packages.
     variables.pop("PYTHONPATH", None)
+    if settings.devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = settings.devices
     if settings.on_cpu:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     return variables

@@ -89,9 +89,13 @@ class MegatronModel:
         self._rotary = self.gpt.rotary_pos_emb(self.max_context_length)  # [L, 1, 1, D]
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype, parallel: Parallel) -> MegatronModel:
-        """Every rank of the default process group calls it. Raises UnsupportedModelError, or
-        OSError when the folder holds no model."""
+    def load(
+        cls, path: str | Path, dtype: torch.dtype, device: torch.device, parallel: Parallel
+    ) -> MegatronModel:
+        """In every process of the default group; a GPU must be the current one. Raises
+        UnsupportedModelError, or OSError when the folder holds no model."""
+        if device.type == "cpu" and torch.cuda.is_available():
+            raise UnsupportedModelError("Megatron computes on the GPUs of a machine that has some")
         config = AutoConfig.from_pretrained(path)
         refuse_partial_attention(config)
         if not AutoBridge.supports(config) or getattr(config, "num_experts", None):

@@ -17,12 +17,16 @@ class Parallel:
     """How many ranks share each layer."""
     pipeline: int = 1
     """How many ranks, or groups of `tensor` ranks, have some of the layers each."""
-    sequence: bool = True
+    expert: int = 1
+    """How many ranks have some of a layer's experts each."""
+    sequence: bool = False
     """Whether the ranks that share a layer share the tokens between layers too."""
 
 
 def refuse_sizes(config: PretrainedConfig, parallel: Parallel) -> None:
     """Raises UnsupportedModelError for a model that cannot be divided so."""
+    if parallel.expert > 1:
+        raise UnsupportedModelError(f"{config.model_type}: there are no experts to divide")
     for size, name in (
         (parallel.tensor, "num_key_value_heads"),
         (parallel.tensor, "intermediate_size"),

@@ -15,7 +15,6 @@ from backends.training.lane import Lane
 from backends.training.megatron.model import MegatronModel
 from backends.training.megatron.pipeline import Pipeline
 from backends.training.megatron.ranks import MegatronRanks
-from backends.training.trainer import Trainer
 
 _LEAST_TOKENS = {"cpu": 64, "cuda": 512}
 """A microbatch of fewer tokens, by type of device, takes about as long: its time goes to reading
@@ -78,7 +77,8 @@ class MegatronPasses:
         trained = next(lane for lane in lanes if lane.request.backward)
         num_kept = min(len(microbatches), self._num_stages)
         largest = max(microbatch.num_tokens for microbatch in microbatches)
-        fit = self._activations.fit(num_kept * largest, trained.adapter)
+        self._activations.measure(trained.adapter)
+        fit = self._activations.fit(num_kept * largest)
         return not all(self._ranks.exchange(fit))
 
 
@@ -100,15 +100,3 @@ class _Stage:
     ) -> Tensor:
         self._model.gpt.set_input_tensor(self._model.stage_input(len(tokens)))
         return self._model.hidden(tokens, positions, segments, plan, recompute=recompute)
-
-
-def megatron_trainer(
-    model: MegatronModel,
-    max_tokens_per_microbatch: int,
-    activation_checkpointing: Checkpointing = "auto",
-    device_bytes: int | None = None,
-) -> Trainer:
-    """Every rank makes one at the same time. `device_bytes` as in `Trainer`, of this rank."""
-    ranks = MegatronRanks(model.shares)
-    passes = MegatronPasses(model, ranks, max_tokens_per_microbatch, activation_checkpointing)
-    return Trainer(model, passes, ranks, device_bytes)

@@ -106,4 +106,4 @@ def url(path: str) -> str:
 
 def new_app(data: Path, backend: FakeBackend, clock: Clock) -> FastAPI:
     settings = Settings(models={MODEL: data}, data=data, long_poll_s=1.0, gap_wait_s=0.0)
-    return create_app(settings, clock=clock, backends={MODEL: backend})
+    return create_app(settings, clock=clock, backends={MODEL: [backend]})

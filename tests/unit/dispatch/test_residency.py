@@ -174,10 +174,10 @@ async def test_what_waits_for_its_run_says_so(place: Workplace):
     place.backend.hold()
     request = await place.compute(run, 1, [1])
     assert place.dispatcher.choose() is None
-    assert place.runs.registry.restoring(run)
+    assert place.runs.registry.held_up(run) == "restoring"
     place.backend.let_go()
     await place.work()
-    assert not place.runs.registry.restoring(run)
+    assert place.runs.registry.held_up(run) is None
     assert (await place.outcome(request)).state is State.DONE
 
 

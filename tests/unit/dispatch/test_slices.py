@@ -185,7 +185,7 @@ async def test_restores_do_not_hold_up_those_who_are_there(place: Workplace):
     looping = asyncio.create_task(place.dispatcher.run())
     for request in here:
         assert (await place.ledger.retrieve(request.id, OTHER.id, 5)).state is State.DONE
-    assert all(place.runs.registry.restoring(run) for run in away)
+    assert all(place.runs.registry.held_up(run) == "restoring" for run in away)
     for request in waiting:
         assert (await place.ledger.retrieve(request.id, ME.id, 5)).state is State.DONE
     place.dispatcher.stop()

@@ -1,10 +1,11 @@
-"""A server without HTTP: the rooms, one dispatcher, and a backend in memory. Nothing runs by
-itself: a test takes one round after the other."""
+"""A server without HTTP: the rooms, and a trainer group with a backend in memory, or several.
+Nothing runs by itself: a test takes one round after the other, or has the groups `running`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +16,10 @@ from server.checkpoints.storage import Storage
 from server.core.ids import RunId, TenantId
 from server.core.paths import parse_path
 from server.core.records import Request, Tenant
-from server.core.requests import Kind
+from server.core.requests import Kind, State
 from server.core.schedule import Tick
 from server.dispatch.choosing import DispatchSettings
-from server.dispatch.dispatcher import Dispatcher
+from server.dispatch.trainers import Trainers
 from server.runs import wire
 from server.runs.service import Runs
 from server.store.database import Database
@@ -42,6 +43,7 @@ class Workplace:
         backend: FakeBackend,
         clock: Clock,
         *,
+        more: Sequence[FakeBackend] = (),
         token_budget: int = 1000,
         snapshot_after_s: float = 1e9,
         run_memory_bytes: int = 2**40,
@@ -50,6 +52,8 @@ class Workplace:
         tenant_weights: Mapping[TenantId, float] = MappingProxyType({}),
     ) -> None:
         self.db, self.data, self.backend, self.clock = db, data, backend, clock
+        self.backends = [backend, *more]
+        self._is_running = False
         self.settings = DispatchSettings(
             token_budget=token_budget,
             gap_wait_s=5.0,
@@ -72,24 +76,41 @@ class Workplace:
             max_pass_bytes=max_pass_bytes,
             room_wait_s=room_wait_s,
             clock=clock,
-            wake=lambda _: self.dispatcher.wake(),
+            wake=lambda live: self.trainers.wake(live),
         )
-        self.dispatcher = Dispatcher(
-            base_model=MODEL,
-            backend=backend,
+        self.trainers = Trainers(
+            {MODEL: self.backends},
             registry=self.runs.registry,
             checkpoints=self.checkpoints,
             ledger=self.ledger,
             settings=self.settings,
             clock=clock,
         )
+        self.pool = self.trainers.all[0][0]
+        self.dispatcher = self.pool.trainers[0].dispatcher
 
     async def restarted(self, db: Database | None = None) -> Workplace:
-        """What a new process finds: the database, the files, and a backend that knows nothing."""
-        self.backend.kill()
-        later = Workplace(db or self.db, self.data, self.backend, self.clock)
+        """What a new process finds: the database, the files, and backends that know nothing."""
+        for backend in self.backends:
+            backend.kill()
+        first, *more = self.backends
+        later = Workplace(db or self.db, self.data, first, self.clock, more=more)
         await later.runs.resume(await later.ledger.start())
         return later
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """The groups work by themselves meanwhile."""
+        self.trainers.start()
+        self._is_running = True
+        try:
+            yield
+        finally:
+            for backend in self.backends:
+                backend.let_go()
+            await self.trainers.finish(5)
+            await self.trainers.stop()
+            self._is_running = False
 
     # ------------------------------------------------------------ what clients do
 
@@ -104,7 +125,7 @@ class Workplace:
         }
         payload = bodies.encoded(body)
         request = await self.runs.create(tenant, parse_json(wire.CreateModel, payload), payload)
-        await self.work()
+        await (self.finished(request) if self._is_running else self.work())
         assert request.run_id is not None
         return request.run_id
 
@@ -137,6 +158,12 @@ class Workplace:
     async def outcome(self, request: Request) -> Request:
         return await self.ledger.retrieve(request.id, request.owner, 0)
 
+    async def finished(self, *requests: Request) -> list[Request]:
+        """With their outcomes, which the groups are working on."""
+        outcomes = [await self.ledger.retrieve(one.id, one.owner, 20) for one in requests]
+        assert all(one.state is not State.WAITING for one in outcomes)
+        return outcomes
+
     # ------------------------------------------------------------ what the server does
 
     async def round(self) -> Tick | None:
@@ -165,7 +192,9 @@ class Workplace:
         return ticks
 
     def state(self, run: RunId) -> FakeRun:
-        return self.backend.runs[run]
+        """Where it is in memory: in one place."""
+        [state] = [one.runs[run] for one in self.backends if run in one.runs]
+        return state
 
     def live(self, run: RunId) -> Any:
         return self.runs.registry.known(run)

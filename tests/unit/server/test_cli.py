@@ -64,11 +64,13 @@ def test_flags_become_settings(elsewhere: Path, monkeypatch: pytest.MonkeyPatch)
     (elsewhere / "config.json").write_text("{}")
     served = []
     monkeypatch.setattr(cli.serving, "serve", lambda settings: served.append(settings) or 3)
-    result = run("serve", "--model", f"org/name={elsewhere}", "--port", "0", "--threads", "2")
+    flags = ["--port", "0", "--threads", "2", "--trainer-groups", "3"]
+    result = run("serve", "--model", f"org/name={elsewhere}", *flags)
     assert result.exit_code == 3
     [settings] = served
     assert settings.models == {"org/name": elsewhere.resolve()}
     assert (settings.port, settings.threads, settings.data) == (0, 2, elsewhere)
+    assert settings.trainer_groups == 3
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor"])
@@ -89,6 +91,10 @@ def test_the_doctor_runs_without_a_model():
 @pytest.mark.parametrize(
     "command",
     [
+        "trainers list",
+        "trainers drain t",
+        "trainers resume t",
+        "trainers move r",
         "replicas list",
         "replicas pause r",
         "replicas drain r",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from backends.contract import BackendError
+from backends.contract import BackendError, ModelInfo
 from server import housekeeping
 from server.app import Service, StartRefused, create_app
 from server.core.ids import RequestId, RunId, SessionId
@@ -30,7 +30,11 @@ MODEL = "tiny/fake"
 
 def new_service(data: Path, backends: dict[str, FakeBackend], **settings: Any) -> Service:
     models = {name: Path("/models") for name in backends}
-    return Service(Settings(data=data, models=models, **settings), Clock(), dict(backends))
+    return Service(
+        Settings(data=data, models=models, **settings),
+        Clock(),
+        {name: [one] for name, one in backends.items()},
+    )
 
 
 async def a_run(service: Service) -> RunId:
@@ -147,6 +151,19 @@ async def test_folders_that_a_crash_left_are_removed_and_no_others(data: Path):
     await second.stop()
 
 
+async def test_a_trainer_group_that_cannot_start_is_named_by_its_own_words(data: Path):
+    class Unable(FakeBackend):
+        async def describe(self) -> ModelInfo:
+            raise BackendError("there is no cuda:1")
+
+    models = {MODEL: Path("/models")}
+    groups = [FakeBackend(), Unable()]
+    service = Service(Settings(data=data, models=models), Clock(), {MODEL: groups})
+    with pytest.raises(BackendError, match="there is no cuda:1"):
+        await service.start()
+    await service.stop()
+
+
 async def test_others_are_let_in_only_with_keys(data: Path):
     service = new_service(data, {MODEL: FakeBackend()}, host="0.0.0.0")
     with pytest.raises(StartRefused, match="hearth keys create"):
@@ -167,6 +184,14 @@ async def test_servers_of_one_model_cannot_sample_two(data: Path):
     await service.stop()
 
 
+async def test_devices_are_as_many_as_what_is_started_on_them(data: Path):
+    engine = {"engine": "vllm", "engine_replicas": 2, "engine_devices": ("1",)}
+    service = new_service(data, {MODEL: FakeBackend()}, **engine)
+    with pytest.raises(StartRefused, match="for 1, but 2 vLLM servers are started"):
+        await service.start()
+    await service.stop()
+
+
 async def test_a_model_that_cannot_be_loaded_is_told_by_the_app(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -176,7 +201,7 @@ async def test_a_model_that_cannot_be_loaded_is_told_by_the_app(
         raise BackendError("no such model")
 
     monkeypatch.setattr(backend, "describe", fail)
-    app = create_app(Settings(data=data, models={}), backends={MODEL: backend})
+    app = create_app(Settings(data=data, models={}), backends={MODEL: [backend]})
     with pytest.raises(BackendError):
         async with app.router.lifespan_context(app):
             raise AssertionError("it must not start")
@@ -239,7 +264,7 @@ async def test_a_server_that_was_away_for_days_keeps_what_its_clients_come_back_
 ) -> None:
     clock = Clock()
     service = Service(
-        Settings(data=tmp_path, models={MODEL: Path("/models")}), clock, {MODEL: FakeBackend()}
+        Settings(data=tmp_path, models={MODEL: Path("/models")}), clock, {MODEL: [FakeBackend()]}
     )
     await service.start()
     rooms = service.rooms

@@ -4,12 +4,20 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from backends.sampling.vllm import guard
-from backends.sampling.vllm.launch import core_sets, lora_rank_limit
+from backends.sampling.vllm import assemble, guard
+from backends.sampling.vllm.launch import (
+    LaunchSettings,
+    command,
+    core_sets,
+    environment,
+    lora_rank_limit,
+)
+from tests.tiny_models import tiny_llama, with_tokenizer
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
@@ -26,6 +34,47 @@ def test_replicas_have_cores_of_their_own_as_far_as_there_are_enough():
     assert core_sets(range(4), 2) == [(0, 1), (2, 3)]
     assert core_sets([5, 7, 9], 2) == [(5,), (7,)]
     assert core_sets([0, 1], 3) == [(0,), (1,), (0,)]
+
+
+GPU = LaunchSettings(model=Path("model"), python=Path("python"), max_model_len=512, on_cpu=False)
+
+
+def option(words: list[str], name: str) -> str | None:
+    return words[words.index(name) + 1] if name in words else None
+
+
+def test_a_server_sees_its_devices_and_is_spread_over_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    own = replace(GPU, devices="2,3")
+    assert environment(own, [])["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert option(command(own, 1), "--tensor-parallel-size") == "2"
+    assert option(command(replace(GPU, devices="2"), 1), "--tensor-parallel-size") == "1"
+
+
+def test_without_devices_of_its_own_a_server_sees_what_we_see(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert environment(GPU, [])["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "CUDA_VISIBLE_DEVICES" not in environment(GPU, [])
+    assert option(command(GPU, 1), "--tensor-parallel-size") is None
+
+
+def test_a_server_takes_the_share_of_a_gpu_that_is_its_own():
+    share = "--gpu-memory-utilization"
+    assert option(command(replace(GPU, gpu_memory_utilization=0.45), 1), share) == "0.45"
+    assert option(command(GPU, 1), share) is None
+
+
+def test_each_server_is_started_on_devices_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[str | None] = []
+    monkeypatch.setattr(assemble, "_local", lambda launch, *_: started.append(launch.devices))
+    model = with_tokenizer(tiny_llama(tmp_path / "model"))
+    launch, names = replace(GPU, model=model), ["replica-0", "replica-1"]
+    for devices in (["2", "3,4"], []):
+        assemble.assemble(launch, names=names, urls=[], folder=tmp_path, devices=devices)
+    assert started == ["2", "3,4", None, None]
 
 
 def guarded(*command: str) -> subprocess.Popen[bytes]:

@@ -23,6 +23,7 @@ from backends.contract import (
     TopkLogprobs,
 )
 from backends.workers.backlog import Backlog, joined
+from backends.workers.commands import local_worker
 from backends.workers.subprocess import SubprocessBackend
 from tests.tiny_models import tiny_llama, with_tokenizer
 
@@ -32,9 +33,8 @@ Parts = list[SampleDelta | SampleResult | Failure]
 
 
 async def started(model_path: Path, log_file: Path) -> SubprocessBackend:
-    return await SubprocessBackend.start(
-        model_path, dtype="float32", threads=1, max_tokens_per_microbatch=64, log_file=log_file
-    )
+    command = local_worker(model_path, dtype="float32", threads=1, max_tokens_per_microbatch=64)
+    return await SubprocessBackend.start(command, log_file)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from backends.contract import (
     SampleResult,
     StepResult,
 )
+from backends.workers.commands import local_worker
 from backends.workers.subprocess import SubprocessBackend
 from tests.tiny_models import VOCAB_SIZE, tiny_llama, with_tokenizer
 
@@ -44,13 +45,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def started(model_path: Path, log_file: Path) -> SubprocessBackend:
-    return await SubprocessBackend.start(
+    command = local_worker(
         model_path,
         dtype="float32",
         threads=1,
         max_tokens_per_microbatch=64,
-        log_file=log_file,
+        visible_devices="",
     )
+    return await SubprocessBackend.start(command, log_file)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -246,15 +248,18 @@ async def test_stop_lets_the_worker_leave_by_itself(model_path: Path, tmp_path: 
     await backend.stop(1.0)
 
 
+async def test_a_worker_sees_the_devices_that_are_its_own(backend: SubprocessBackend):
+    assert psutil.Process(backend.pid).environ()["CUDA_VISIBLE_DEVICES"] == ""
+
+
 PARENT = """
 import asyncio, sys
+from backends.workers.commands import local_worker
 from backends.workers.subprocess import SubprocessBackend
 
 async def main():
-    backend = await SubprocessBackend.start(
-        sys.argv[1], dtype="float32", threads=1, max_tokens_per_microbatch=64,
-        log_file=sys.argv[2],
-    )
+    command = local_worker(sys.argv[1], dtype="float32", threads=1, max_tokens_per_microbatch=64)
+    backend = await SubprocessBackend.start(command, sys.argv[2])
     print(backend.pid, flush=True)
     await asyncio.sleep(600)
 

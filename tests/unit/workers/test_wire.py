@@ -20,7 +20,16 @@ from backends.contract import (
 )
 from backends.workers import messages
 from backends.workers.messages import Call, Reply
-from backends.workers.wire import HEADER, Channel, Decoder, MalformedFrameError, encode, new_body
+from backends.workers.wire import (
+    HEADER,
+    Channel,
+    Decoder,
+    MalformedFrameError,
+    encode,
+    new_body,
+    packed,
+    unpacked,
+)
 
 SPEC = AdapterSpec(rank=4, alpha=8.0, seed=1, train_attn=True, train_mlp=True, train_unembed=False)
 
@@ -140,6 +149,16 @@ def test_large_arrays_are_sent_from_where_they_are():
     parts = encode(1, messages.Sample(_request(array)))
     assert any(np.shares_memory(np.frombuffer(part, np.uint8), array) for part in parts)
     assert len(parts) <= 3
+
+
+def test_a_frame_may_travel_as_one_array_which_stays_its_owners():
+    frame = packed(7, messages.Sample(_request(np.arange(5))))
+    assert (frame.dtype, frame.ndim) == (np.uint8, 1)
+    call_id, call = unpacked(frame, Decoder[Call](Call))
+    assert call_id == 7
+    assert call.request.prompt.tolist() == [0, 1, 2, 3, 4]
+    call.request.prompt[0] = 9
+    assert unpacked(frame, Decoder[Call](Call))[1].request.prompt[0] == 0
 
 
 def test_what_cannot_be_sent_is_the_senders_error():

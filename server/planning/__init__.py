@@ -1,0 +1,1 @@
+"""What a base model and its adapters will take on GPUs, from its config.json alone."""
