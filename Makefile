@@ -20,7 +20,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm model quickstart test test-sdks test-vllm test-gpu bench bench-peer check clean
+.PHONY: help install install-vllm install-megatron model quickstart test test-sdks test-vllm test-megatron test-gpu bench bench-peer check clean
 
 # SDKs that users still have: the oldest is in every test run, all of them in `make test-sdks`.
 OLDEST_SDK := 0.16.1
@@ -65,6 +65,26 @@ $(VLLM_VENV)/.installed: requirements-vllm.txt constraints.txt $(VLLM_PLUGIN_FIL
 		&& $(VLLM_PIP) install --no-deps --no-build-isolation --force-reinstall ./$(VLLM_PLUGIN); fi
 	@touch $@
 
+# So does Megatron, whose bridge wants a transformers of its own; it is installed without what it
+# declares, which builds CUDA kernels that are not used here. Its newer line, for a GPU, is for
+# Python 3.12: make install-megatron PYTHON=python3.12
+MEGATRON_VENV := .venv-megatron
+MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --quiet
+MEGATRON_ON_GPU := megatron-core==0.19.2 megatron-bridge==0.6.2
+MEGATRON_NEEDS := torch==2.13.0 'transformers>=5.8,<=5.12.1' accelerate einops msgspec numpy omegaconf \
+	peft pytest pytest-asyncio pytest-timeout rich safetensors
+
+install-megatron: $(MEGATRON_VENV)/.installed ## Make .venv-megatron with Megatron: for the CPU, or with nvidia-smi for the GPU
+
+$(MEGATRON_VENV)/.installed: requirements-megatron.txt constraints.txt
+	@$(MEGATRON_VENV)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(MEGATRON_VENV)
+	@echo "Installing Megatron (about 1 GB; on a GPU several) ..."
+	@if command -v nvidia-smi >/dev/null; then $(MEGATRON_PIP) install $(MEGATRON_NEEDS) \
+		&& $(MEGATRON_PIP) install --no-deps $(MEGATRON_ON_GPU); else \
+		$(MEGATRON_PIP) install -c constraints.txt torch \
+		&& $(MEGATRON_PIP) install --no-deps -r requirements-megatron.txt; fi
+	@touch $@
+
 model: $(WEIGHTS) ## Make models/HuggingFaceTB/SmolLM2-135M-Instruct (once; 269 MB)
 
 # The folder appears whole, so its weights are proof of it. The order-only prerequisite keeps a
@@ -77,8 +97,8 @@ $(WEIGHTS): | $(INSTALLED)
 quickstart: install model ## Start a server, train a small model on it, look at the result
 	@$(BIN)/python client_examples/quickstart.py $(ARGS)
 
-test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test that needs no vLLM
-	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+test: install model $(call sdk_venvs,$(OLDEST_SDK)) ## Run every test that needs neither vLLM nor Megatron
+	@$(BIN)/python -m pytest -m "not vllm and not megatron" $(ARGS)
 
 test-sdks: install $(call sdk_venvs,$(SDKS)) ## Run the core of the API with older SDKs
 	@HEARTH_TEST_SDKS="$(SDKS)" $(BIN)/python -m pytest tests/e2e/test_older_sdks.py $(ARGS)
@@ -95,6 +115,9 @@ $(VENV)-sdk-%/.installed: | $(INSTALLED)
 
 test-vllm: install install-vllm model ## Run the tests that start real vLLM servers
 	@$(BIN)/python -m pytest tests/vllm -m vllm $(ARGS)
+
+test-megatron: install-megatron ## Run the tests that start several processes with Megatron
+	@$(MEGATRON_VENV)/bin/python -m pytest tests/megatron -m megatron $(ARGS)
 
 bench: install model ## Measure the numbers of the design; ARGS=--quick for a few minutes
 	@$(BIN)/python -m tests.benchmarks.bench $(ARGS)
@@ -114,4 +137,4 @@ check: install ## Lint, formatting, types, and which way the imports point
 	@$(BIN)/lint-imports
 
 clean: ## Remove everything that make made
-	rm -rf $(VENV) $(VLLM_VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out bench-out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(VENV)-sdk-* $(MODEL_DIR) quickstart-out bench-out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -58,12 +58,13 @@ class FrozenModel:
         """Raises UnsupportedModelError, or OSError when the folder holds no model."""
         attention.register()
         config = AutoConfig.from_pretrained(path)
-        _refuse_unsupported(config)
+        _refuse_experts(config)
+        refuse_partial_attention(config)
         model = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
         model.to(device).requires_grad_(False).eval()
-        return cls(model, config, _eos_token_ids(path, config))
+        return cls(model, config, eos_token_ids(path, config))
 
     @property
     def head_weight(self) -> Tensor:
@@ -138,11 +139,15 @@ class FrozenModel:
         return (*found, Target(UNEMBED, "unembed", hidden, vocab))
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
+def _refuse_experts(config: PretrainedConfig) -> None:
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         raise UnsupportedModelError(
             f"{config.model_type}: mixture-of-experts models need the Megatron backend"
         )
+
+
+def refuse_partial_attention(config: PretrainedConfig) -> None:
+    """Raises UnsupportedModelError unless every layer attends to the whole of its sequence."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise UnsupportedModelError(
@@ -150,7 +155,7 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
         )
 
 
-def _eos_token_ids(path: str | Path, config: PretrainedConfig) -> tuple[int, ...]:
+def eos_token_ids(path: str | Path, config: PretrainedConfig) -> tuple[int, ...]:
     """From generation_config.json, else config.json, as transformers' own generate does."""
     try:
         eos = GenerationConfig.from_pretrained(path).eos_token_id

@@ -18,7 +18,10 @@ from server.core.ids import TenantId
 from server.samplers.gate import Gate
 from server.settings import Settings, has_gpu
 
-_GROUP_TRAINERS = {"fsdp": "backends.training.fsdp", "megatron": "backends.training.megatron"}
+_GROUP_TRAINERS = {
+    "fsdp": "backends.training.fsdp",
+    "megatron": "backends.training.megatron.trainer",
+}
 """Modules that make the trainer of a rank; named, since only the ranks can import them."""
 
 

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import torch
 
-from backends.lora.adapter import Adapter, Layout
+from backends.lora.adapter import Layout
 from backends.lora.groups import EqualGroup, RaggedGroup, grouped_mm_takes
 from backends.lora.linear import Segment
 from backends.lora.parts import Owner, Part
@@ -41,14 +41,15 @@ def arranged(owners: Sequence[Owner], dtype: torch.dtype) -> list[Part]:
 def worth_stacking(num_adapters: int, length: int, layout: Layout) -> bool:
     """Whether adapters with `length` rows each gain more by fewer calls than it costs to copy
     their weights side by side."""
+    if num_adapters == 1 or not layout.modules:
+        return False
     module = layout.num_elements // len(layout.modules)
-    return num_adapters > 1 and module <= MAX_MODULE and length * module <= MAX_WORK
+    return module <= MAX_MODULE and length * module <= MAX_WORK
 
 
-def likeness(adapter: Adapter, length: int) -> tuple[float, ...]:
-    """A key to sort by, so that those are neighbours that can be a group."""
-    layout = adapter.layout
-    return layout.rank, layout.num_elements, adapter.scale, length
+def likeness(layout: Layout, scale: float, length: int) -> tuple[float, ...]:
+    """A key to sort adapters by, so that those are neighbours that can be a group."""
+    return layout.rank, layout.num_elements, scale, length
 
 
 def _kind(owner: Owner, dtype: torch.dtype) -> tuple[Layout, float, bool, int | None]:

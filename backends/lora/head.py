@@ -15,6 +15,7 @@ from backends.lora.adapter import UNEMBED
 from backends.lora.linear import anchor
 from backends.lora.parts import Bounds, Part
 from backends.lora.product import product
+from backends.lora.vocabulary import VocabularyShard, WholeVocabulary, own_targets
 
 CHUNK_BYTES = 32 << 20
 
@@ -36,6 +37,7 @@ def target_logprobs(
     targets: Tensor,
     parts: Sequence[Part],
     chunk: int | None = None,
+    vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
     """log softmax(W h + scale * B (A h)) at the targets, differentiable in h; the gradients of A
     and B go where the parts say.
@@ -43,11 +45,14 @@ def target_logprobs(
     Takes hidden[T, E], the frozen weight[V, E], targets int64[T, K] in 0..V-1 (not checked),
     `parts` in row order, and how many rows of logits to hold at once. Gives float32[T, K];
     the logsumexp is float32 whatever the dtype of the model.
+
+    With a `vocabulary` the weight and the parts' B are those of its tokens alone. All processes
+    then get the same result, and each its own summand of the gradients of h and of A.
     """
     heads = _that_change_the_head(parts)
-    return _TargetLogprobs.apply(
-        hidden, weight, targets, heads, chunk or chunk_rows(weight.shape[0]), anchor(heads)
-    )
+    rows = chunk or chunk_rows(weight.shape[0])
+    vocabulary = vocabulary or WholeVocabulary()
+    return _TargetLogprobs.apply(hidden, weight, targets, heads, rows, vocabulary, anchor(heads))
 
 
 @torch.no_grad()
@@ -125,27 +130,30 @@ class _TargetLogprobs(torch.autograd.Function):
         targets: Tensor,
         parts: Sequence[Part],
         chunk: int,
+        vocabulary: VocabularyShard,
         anchor: Tensor | None,
     ) -> Tensor:
         scratch = _Scratch(min(chunk, len(hidden)), weight)
-        out = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        normalizer = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
+        at_targets = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        own = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
+        targets, here = own_targets(targets, vocabulary.first, len(weight))
         bounds = [part.bounds for part in parts]
         for rows, inside in _chunks(parts, bounds, len(hidden), chunk):
             h = hidden[rows]
             _logits(h, weight, inside, scratch.low[: len(h)])
             logits = scratch.to_float32(len(h))
-            at_targets = logits.gather(1, targets[rows])
-            normalizer[rows] = _logsumexp_(logits)
-            out[rows] = at_targets - normalizer[rows]
+            at_targets[rows] = logits.gather(1, targets[rows])
+            own[rows] = _logsumexp_(logits)
+        at_targets.masked_fill_(~here, 0.0)
+        normalizer = vocabulary.log_sum_exp(own)
         ctx.parts, ctx.chunk = parts, chunk
-        ctx.save_for_backward(hidden, weight, targets, normalizer)
-        return out
+        ctx.save_for_backward(hidden, weight, targets, here, normalizer)
+        return vocabulary.add_up(at_targets).sub_(normalizer)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Rows without a gradient (a prompt's, with weight 0) cost nothing."""
-        hidden, weight, targets, normalizer = ctx.saved_tensors
+        hidden, weight, targets, here, normalizer = ctx.saved_tensors
         for part in ctx.parts:
             if part.gradient is not None:
                 part.gradient.clear(UNEMBED)
@@ -158,13 +166,13 @@ class _TargetLogprobs(torch.autograd.Function):
             h = hidden[rows]
             lows = _logits(h, weight, inside, scratch.low[: len(h)])
             logits = scratch.to_float32(len(h))
-            _to_grad_(logits, normalizer[rows], targets[rows], grads[0][rows])
+            _to_grad_(logits, normalizer[rows], targets[rows], here[rows], grads[0][rows])
             g = scratch.to_model_dtype(len(h))
             gh = product(g, weight.t())
             for part, low in zip(inside, lows, strict=True):
                 part.add_gradient(UNEMBED, h, g, low, gh)
             grad_hidden[rows] = gh
-        return (grad_hidden, None, None, None, None, None)
+        return (grad_hidden, None, None, None, None, None, None)
 
 
 def _bounds_among(rows: Tensor, parts: Sequence[Part]) -> list[list[Bounds]]:
@@ -184,7 +192,11 @@ def _logsumexp_(logits: Tensor) -> Tensor:
     return logits.sub_(top).exp_().sum(dim=-1, keepdim=True).log_().add_(top)
 
 
-def _to_grad_(logits: Tensor, normalizer: Tensor, targets: Tensor, grad: Tensor) -> None:
-    """Turn logits [C, V] into sum over k of grad_k * (one-hot(target_k) - softmax)."""
+def _to_grad_(
+    logits: Tensor, normalizer: Tensor, targets: Tensor, here: Tensor, grad: Tensor
+) -> None:
+    """Turn logits [C, V] into sum over k of grad_k * (one-hot(target_k) - softmax); targets that
+    are not `here` have no one in their one-hot."""
     total = grad.sum(dim=1, keepdim=True)
-    logits.sub_(normalizer).exp_().mul_(total.neg()).scatter_add_(1, targets, grad)
+    own = grad.masked_fill(~here, 0.0)
+    logits.sub_(normalizer).exp_().mul_(total.neg()).scatter_add_(1, targets, own)

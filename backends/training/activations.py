@@ -7,20 +7,19 @@ takes, and compares with the memory that is free before each microbatch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from backends.batching.attention import packed_attention
+from backends.batching.attention import AttentionPlan, packed_attention
 from backends.batching.packing import Microbatch
 from backends.lora.adapter import Adapter
 from backends.lora.grouping import arranged
-from backends.lora.parts import Owner
+from backends.lora.parts import Owner, Part
 from backends.memory import free_bytes
-from backends.model import FrozenModel
 
 Checkpointing = Literal["auto", "on", "off"]
 
@@ -29,10 +28,32 @@ _PROBE_TOKENS = 16
 _log = logging.getLogger(__name__)
 
 
+class Layers(Protocol):
+    """What is measured: a model, or a stage of one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Part],
+        plan: AttentionPlan,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """As `FrozenModel.hidden`."""
+        ...
+
+
 class Activations:
     """The choice for one model."""
 
-    def __init__(self, model: FrozenModel, checkpointing: Checkpointing) -> None:
+    def __init__(self, model: Layers, checkpointing: Checkpointing) -> None:
         self._model = model
         self._checkpointing = checkpointing
         self._bytes_per_token: float | None = None
@@ -48,11 +69,14 @@ class Activations:
         there must have been a `measure`."""
         if not microbatch.backward or self._checkpointing == "off":
             return (False,)
-        if self._checkpointing == "on":
-            return (True,)
+        return (False, True) if self.fit(microbatch.num_tokens) else (True,)
+
+    def fit(self, num_tokens: int) -> bool:
+        """Whether those of so many tokens may be kept. As for `tries`."""
+        if self._checkpointing != "auto":
+            return self._checkpointing == "off"
         assert self._bytes_per_token is not None
-        needed = microbatch.num_tokens * self._bytes_per_token
-        return (True,) if too_large(needed, free_bytes(self._model.device)) else (False, True)
+        return not too_large(num_tokens * self._bytes_per_token, free_bytes(self._model.device))
 
 
 def too_large(needed: float, free: float) -> bool:
@@ -61,7 +85,7 @@ def too_large(needed: float, free: float) -> bool:
     return needed > free / 2
 
 
-def bytes_per_token(model: FrozenModel, adapter: Adapter, recompute: bool = False) -> float:
+def bytes_per_token(model: Layers, adapter: Adapter, recompute: bool = False) -> float:
     """What a pass keeps of each token for its backward, by two forwards of the model itself: what
     they keep whatever their length, its weights above all, drops out of the difference."""
     short, long = (
@@ -82,7 +106,7 @@ def saved_bytes(forward: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def _forward(model: FrozenModel, adapter: Adapter, num_tokens: int, recompute: bool) -> Tensor:
+def _forward(model: Layers, adapter: Adapter, num_tokens: int, recompute: bool) -> Tensor:
     positions = torch.arange(num_tokens, device=model.device)
     return model.hidden(
         torch.zeros_like(positions),

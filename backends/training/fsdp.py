@@ -141,13 +141,13 @@ class _ShardedPass(PackedPass):
             self._idle(one.backward)
         self._sharded.free()
 
-    def backward(self, hidden: Tensor, losses: Sequence[Tensor]) -> None:
+    def backward(self, hidden: Tensor, loss: Tensor | None) -> None:
         if hidden.requires_grad:
-            super().backward(hidden, losses or [0 * hidden])
+            super().backward(hidden, (0 * hidden).sum() if loss is None else loss)
 
     def _idle(self, backward: bool) -> None:
         model, zero = self._model, torch.zeros(1, dtype=torch.long, device=self._model.device)
         plan = packed_attention([1], model.device, model.dtype)
         with torch.set_grad_enabled(backward):
             hidden = model.hidden(zero, zero, [], plan)
-        self.backward(hidden, [])
+        self.backward(hidden, None)

@@ -19,6 +19,7 @@ from backends.contract import (
     PassOutcome,
 )
 from backends.lora.adapter import Adapter
+from backends.lora.grouping import likeness
 from backends.losses import loss_of
 from backends.training.ranks import Part, Ranks
 from backends.training.run_state import RunState
@@ -60,6 +61,10 @@ class Lane:
     def adapter(self) -> Adapter:
         """What this process has of it."""
         return self._run.adapter
+
+    def likeness(self) -> tuple[float, ...]:
+        """A key to sort by, the same on all ranks: neighbours may be computed together."""
+        return likeness(self._run.whole, self.adapter.scale, self.request.num_tokens)
 
     @property
     def num_data(self) -> int:

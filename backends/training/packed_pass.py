@@ -1,37 +1,22 @@
-"""One pass of many requests through the base model, each with a gradient of its own.
-
-Shapes: T tokens of a packed row, N positions of a datum, K targets a position.
-"""
+"""One pass of many requests through the base model, each with a gradient of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from backends.batching.attention import packed_attention
-from backends.batching.packing import SHARED_FORWARD_TOKENS, Microbatch, Piece, pack
-from backends.contract import Datum
-from backends.lora.grouping import arranged, likeness
+from backends.batching.packing import SHARED_FORWARD_TOKENS, Microbatch, pack
+from backends.lora.grouping import arranged
 from backends.lora.head import target_logprobs
 from backends.lora.parts import Owner, Part
-from backends.losses.base import Inputs, Loss, LossRefusedError, Metrics
 from backends.memory import is_out_of_memory
 from backends.model import FrozenModel
 from backends.training.activations import Activations
 from backends.training.lane import Lane
-
-
-class _Computed(NamedTuple):
-    """One datum after the forward, still attached to the graph."""
-
-    piece: Piece
-    logprobs: Tensor
-    loss: Tensor
-    metrics: Metrics
+from backends.training.microbatch import Row, losses, total
 
 
 class PackedPass:
@@ -46,9 +31,7 @@ class PackedPass:
     ) -> None:
         """`make_room` is asked when memory ran out; it says whether there is more now."""
         self._model = model
-        self._lanes = sorted(
-            lanes, key=lambda lane: likeness(lane.adapter, lane.request.num_tokens)
-        )
+        self._lanes = sorted(lanes, key=Lane.likeness)
         self._activations = activations
         self._make_room = make_room
 
@@ -112,13 +95,15 @@ class PackedPass:
         spans = [(span, self._lanes[span.request]) for span in microbatch.spans]
         owners = [Owner(s.start, s.end, lane.adapter, lane.request.backward) for s, lane in spans]
         parts = arranged(owners, self._model.dtype)
+        data = [self._lanes[piece.request].request.data[piece.datum] for piece in microbatch.pieces]
+        row = Row.of(data, self._model.device)
         with torch.set_grad_enabled(backward):
-            hidden = self._hidden(microbatch, parts, recompute)
-            computed = self._losses(microbatch, hidden, parts)
-        _record(self._lanes, computed)
-        good = [c for c in computed if c.piece.backward and not self._lanes[c.piece.request].failed]
-        self.backward(hidden, [c.loss for c in good])
-        if not good:
+            hidden = self._hidden(row, parts, recompute)
+            logprobs = target_logprobs(hidden, self._model.head_weight, row.targets, parts)
+            computed = losses(self._lanes, microbatch.pieces, logprobs.split(row.lengths))
+        loss = total(self._lanes, computed)
+        self.backward(hidden, loss)
+        if loss is None:
             return
         # All of them first: once a lane has taken what is its own, memory must not run out.
         gradients = [gradient for part in parts for gradient in part.take_gradients()]
@@ -126,95 +111,17 @@ class PackedPass:
             if gradient is not None and not lane.failed:
                 lane.add_gradient(gradient)
 
-    def backward(self, hidden: Tensor, losses: Sequence[Tensor]) -> None:
-        """Of a microbatch with these last hidden states; there may be no losses."""
-        if losses:
-            torch.cat([loss.reshape(-1) for loss in losses]).sum().backward()
+    def backward(self, hidden: Tensor, loss: Tensor | None) -> None:
+        """Of a microbatch with these last hidden states; there may be no loss."""
+        if loss is not None:
+            loss.backward()
 
-    def _data(self, microbatch: Microbatch) -> list[Datum]:
-        return [self._lanes[one.request].request.data[one.datum] for one in microbatch.pieces]
-
-    def _hidden(self, microbatch: Microbatch, parts: Sequence[Part], recompute: bool) -> Tensor:
+    def _hidden(self, row: Row, parts: Sequence[Part], recompute: bool) -> Tensor:
         model = self._model
-        lengths = [piece.num_tokens for piece in microbatch.pieces]
-        tokens = [datum.tokens for datum in self._data(microbatch)]
-        positions = np.concatenate([np.arange(length) for length in lengths])
         return model.hidden(
-            torch.from_numpy(np.concatenate(tokens, dtype=np.int64)).to(model.device),
-            torch.from_numpy(positions).to(model.device),
+            row.tokens,
+            row.positions,
             parts,
-            packed_attention(lengths, model.device, model.dtype),
+            packed_attention(row.lengths, model.device, model.dtype),
             recompute=recompute,
         )
-
-    def _losses(
-        self, microbatch: Microbatch, hidden: Tensor, parts: Sequence[Part]
-    ) -> list[_Computed]:
-        data, model = self._data(microbatch), self._model
-        targets = torch.from_numpy(_padded_targets(data)).to(model.device)
-        logprobs = target_logprobs(hidden, model.head_weight, targets, parts)
-        rows = logprobs.split([len(datum.tokens) for datum in data])
-        computed = (
-            _loss(self._lanes[piece.request], piece, datum, of_datum)
-            for piece, datum, of_datum in zip(microbatch.pieces, data, rows, strict=True)
-        )
-        return [one for one in computed if one is not None]
-
-
-def _padded_targets(data: Sequence[Datum]) -> np.ndarray:
-    """int64[T, K] for the largest K; what is padded is computed and looked at by nobody."""
-    targets = [datum.loss_inputs["target_tokens"].reshape(len(datum.tokens), -1) for datum in data]
-    padded = np.zeros((sum(map(len, targets)), max(t.shape[1] for t in targets)), np.int64)
-    start = 0
-    for rows in targets:
-        padded[start : start + len(rows), : rows.shape[1]] = rows
-        start += len(rows)
-    return padded
-
-
-def _loss(lane: Lane, piece: Piece, datum: Datum, rows: Tensor) -> _Computed | None:
-    """The datum's loss from its rows [N, K of the microbatch] of target log-probabilities; None
-    once its request has failed."""
-    if lane.failed:
-        return None
-    rows = rows if piece.backward else rows.detach()
-    targets = datum.loss_inputs["target_tokens"]
-    logprobs = rows[:, 0] if targets.ndim == 1 else rows[:, : targets.shape[1]]
-    inputs = _inputs(lane.loss, datum, rows.device)
-    try:
-        loss, metrics = lane.loss.compute(logprobs, inputs, lane.request.loss_config)
-    except LossRefusedError as error:
-        lane.fail_datum(piece.datum, str(error), "user")
-        return None
-    return _Computed(piece, logprobs, loss, metrics)
-
-
-def _inputs(loss: Loss, datum: Datum, device: torch.device) -> Inputs:
-    if loss.raw_inputs:
-        return {name: torch.from_numpy(v.copy()) for name, v in datum.loss_inputs.items()}
-    return {
-        name: torch.from_numpy(np.array(values, dtype=np.float32)).to(device)
-        for name, values in datum.loss_inputs.items()
-        if name != "target_tokens"
-    }
-
-
-def _record(lanes: Sequence[Lane], computed: Sequence[_Computed]) -> None:
-    """Hand each lane its datums' numbers, brought from the device in three copies."""
-    if not computed:
-        return
-    logprobs = _to_numpy([c.logprobs for c in computed])
-    losses = _to_numpy([c.loss for c in computed])
-    scalars = [value.detach().to(torch.float64) for c in computed for value in c.metrics.values()]
-    values = iter(torch.stack(scalars).tolist() if scalars else [])
-    for c, lp, loss in zip(computed, logprobs, losses, strict=True):
-        metrics = {name: next(values) for name in c.metrics}
-        lanes[c.piece.request].record(c.piece.datum, lp, loss, metrics)
-
-
-def _to_numpy(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """float32 arrays of the same shapes, each with memory of its own."""
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().numpy()
-    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
-    parts = zip(np.split(flat, ends), tensors, strict=True)
-    return [part.reshape(tuple(tensor.shape)).copy() for part, tensor in parts]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -162,3 +164,65 @@ print((peak() - before) / (4 * 4096 * 49152))
 def test_peak_memory_is_under_15_percent_of_whole_logits():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert 0.005 < float(done.stdout) < 0.15
+
+
+class _Halves:
+    """A vocabulary that two threads share; each calls with its own part."""
+
+    def __init__(self, meeting: Barrier, left: list[Tensor | None], place: int, first: int) -> None:
+        self._meeting, self._left, self._place, self.first = meeting, left, place, first
+
+    def log_sum_exp(self, own: Tensor) -> Tensor:
+        return torch.logaddexp(*self._both(own))
+
+    def add_up(self, own: Tensor) -> Tensor:
+        first, second = self._both(own)
+        return first + second
+
+    def _both(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        self._left[self._place] = own
+        self._meeting.wait()
+        first, second = self._left
+        self._meeting.wait()
+        return first, second
+
+
+def _half(adapter: Adapter, rows: slice) -> Adapter:
+    pairs = {name: LoRAPair(a, b[rows]) for name, (a, b) in adapter.pairs.items()}
+    return Adapter.of(adapter.spec, pairs)
+
+
+def test_two_parts_of_a_vocabulary_give_what_the_whole_gives(problem):
+    """The second is larger, and has all targets of some tokens."""
+    hidden, weight, targets, upstream = problem
+    targets[5:9] = 40
+    parts = _parts("alone")
+    whole = target_logprobs(hidden, weight, targets, parts, chunk=5)
+    [expected_h] = torch.autograd.grad(whole, hidden, upstream)
+    expected = [part.take_gradients()[0] for part in parts if part.gradient is not None]
+    meeting, left = Barrier(2, timeout=60), [None, None]
+
+    def compute(place: int):
+        rows = (slice(0, 20), slice(20, VOCAB))[place]
+        owners = [owner._replace(adapter=_half(owner.adapter, rows)) for owner in OWNERS]
+        parts = [Segment.of(owner, F32) for owner in owners]
+        h = hidden.detach().requires_grad_()
+        vocabulary = _Halves(meeting, left, place, rows.start)
+        found = target_logprobs(h, weight[rows], targets, parts, 5, vocabulary)
+        found.backward(upstream)
+        return found, h.grad, [part.take_gradients()[0] for part in parts], owners
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(compute, range(2))
+    for found in (first[0], second[0]):
+        torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(first[1] + second[1], expected_h)
+    for i, owner in enumerate(OWNERS):
+        if UNEMBED not in owner.adapter.pairs:
+            continue
+        a, b = owner.adapter.layout.pair(expected[i], UNEMBED)
+        ones, others = (
+            half[3][i].adapter.layout.pair(half[2][i], UNEMBED) for half in (first, second)
+        )
+        torch.testing.assert_close(ones.a + others.a, a)
+        torch.testing.assert_close(torch.cat([ones.b, others.b]), b)

@@ -198,7 +198,11 @@ def test_large_adapters_and_long_neighbours_stay_alone():
     assert worth_stacking(2, 4, LAYOUT)
 
 
+def _likeness(owner: Owner) -> tuple[float, ...]:
+    return likeness(owner.adapter.layout, owner.adapter.scale, owner.end - owner.start)
+
+
 def test_sorting_by_likeness_brings_together_what_can_be_stacked():
     owners = _owners([4, 9, 4, 9, 4])
-    ordered = sorted(owners, key=lambda o: likeness(o.adapter, o.end - o.start))
+    ordered = sorted(owners, key=_likeness)
     assert [o.end - o.start for o in ordered] == [4, 4, 4, 9, 9]

@@ -1,0 +1,71 @@
+"""Which layers of the original model are fused in which of Megatron's.
+
+Shapes: H query heads, G key/value heads, D head size; of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+from backends.lora.adapter import Target
+from backends.lora.parts import Bounds
+from backends.training.shares import Share
+
+
+class Fused(NamedTuple):
+    """One of Megatron's parallel linear layers."""
+
+    path: str
+    """From its transformer layer."""
+    column: bool
+    """Whether its outputs are divided among ranks, not its inputs."""
+    targets: tuple[Target, ...]
+    """The layers in it, in the order of its outputs."""
+
+    def shares(self, rank: int, num_ranks: int) -> Iterator[tuple[str, Share]]:
+        """What one of the ranks that share the layer has of each of its targets."""
+        for target in self.targets:
+            inputs, outputs = (0, target.in_features), (0, target.out_features)
+            if self.column:
+                outputs = even_slice(target.out_features, rank, num_ranks)
+            else:
+                inputs = even_slice(target.in_features, rank, num_ranks)
+            yield target.name, Share(inputs, outputs)
+
+
+def even_slice(size: int, rank: int, num_ranks: int) -> Bounds:
+    step = size // num_ranks
+    return rank * step, (rank + 1) * step
+
+
+def fused_layers(config: GPTModelProvider, registry: Any, layer: int) -> list[Fused]:
+    """Those of transformer layer `layer`, counted from 0 over all pipeline stages, in the order
+    of the original's modules. `registry` is the bridge's, which knows the names of both sides."""
+    hidden, inner, size = config.hidden_size, config.ffn_hidden_size, config.kv_channels
+    query, kv = config.num_attention_heads * size, config.num_query_groups * size
+    shapes = (
+        ("self_attention.linear_qkv", "attn", True, hidden, (query, kv, kv)),
+        ("self_attention.linear_proj", "attn", False, query, (hidden,)),
+        ("mlp.linear_fc1", "mlp", True, hidden, (inner, inner)),
+        ("mlp.linear_fc2", "mlp", False, inner, (hidden,)),
+    )
+    return [
+        Fused(
+            path, column, _targets(registry, f"decoder.layers.{layer}.{path}", group, num_in, out)
+        )
+        for path, group, column, num_in, out in shapes
+    ]
+
+
+def _targets(
+    registry: Any, path: str, group: str, num_in: int, sizes: tuple[int, ...]
+) -> tuple[Target, ...]:
+    weights = registry.megatron_to_hf_lookup(f"{path}.weight").hf_param
+    names = [weights] if isinstance(weights, str) else list(weights.values())
+    return tuple(
+        Target(name.removesuffix(".weight"), group, num_in, num_out)
+        for name, num_out in zip(names, sizes, strict=True)
+    )

@@ -1,0 +1,124 @@
+"""What ranks do in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from backends.contract import (
+    AdapterSpec,
+    Contents,
+    Failure,
+    ForwardBackward,
+    ModelInfo,
+    OptimStep,
+    PassOutcome,
+    StepResult,
+)
+from backends.model import UnsupportedModelError
+from backends.training.activations import Checkpointing
+from backends.training.megatron.trainer import load as load_trainer
+from backends.training.trainer import CallRefusedError, Trainer
+
+_trainers: list[Trainer] = []
+_stores: Iterator[Path] = iter(())
+
+
+def join(folder: Path, rank: int, num_ranks: int) -> None:
+    """Become a rank of a group, all of whom know an empty folder."""
+    global _stores
+    _stores = (folder / str(number) for number in count())
+    _meet(rank, num_ranks)
+
+
+def _meet(rank: int, num_ranks: int) -> None:
+    init_method = f"file://{next(_stores)}"
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
+
+
+def start(
+    path: Path,
+    layout: dict[str, int | bool],
+    max_tokens: int,
+    checkpointing: Checkpointing = "off",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """A trainer in place of the one before."""
+    if parallel_state.is_initialized():
+        # With all of its groups, dozens for a layout: their sockets and threads would pile up.
+        parallel_state.destroy_model_parallel()
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        _meet(rank, num_ranks)
+    made = load_trainer(
+        path,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_tokens_per_microbatch=max_tokens,
+        activation_checkpointing=checkpointing,
+        **layout,
+    )
+    _trainers[:] = [made]
+
+
+def not_started(path: Path, layout: dict[str, int | bool]) -> str:
+    """Why the model cannot be divided so."""
+    try:
+        start(path, layout, 64)
+    except UnsupportedModelError as error:
+        return str(error)
+    raise AssertionError("it was loaded")
+
+
+def exported() -> dict[str, Tensor]:
+    """The base model, from the first rank; the others have a part in it."""
+    tensors = dict(_trainers[0]._model.export())
+    return tensors if dist.get_rank() == 0 else {}
+
+
+def info() -> ModelInfo:
+    return _trainers[0].info()
+
+
+def create(run: str, spec: AdapterSpec) -> None:
+    _trainers[0].create(run, spec)
+
+
+def load(run: str, folder: Path, contents: Contents) -> AdapterSpec:
+    return _trainers[0].load(run, folder, contents)
+
+
+def refused(run: str, folder: Path, contents: Contents) -> str:
+    """Why the folder cannot be loaded."""
+    try:
+        load(run, folder, contents)
+    except CallRefusedError as error:
+        return str(error)
+    raise AssertionError("it was loaded")
+
+
+def unload(run: str) -> None:
+    _trainers[0].unload(run)
+
+
+def save(run: str, folder: Path, contents: Contents) -> int:
+    return _trainers[0].save(run, folder, contents)
+
+
+def forward_backward(requests: list[ForwardBackward]) -> list[PassOutcome]:
+    generator = _trainers[0].forward_backward(requests)
+    while True:
+        try:
+            next(generator)
+        except StopIteration as stop:
+            return stop.value
+
+
+def optim_step(steps: list[OptimStep]) -> list[StepResult | Failure]:
+    return _trainers[0].optim_step(steps)
