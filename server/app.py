@@ -29,6 +29,7 @@ from backends.sampling.vllm.assemble import assemble
 from backends.sampling.vllm.launch import LaunchSettings
 from backends.workers.subprocess import SAMPLES_AT_ONCE, SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
+from server import engine_urls
 from server.api import (
     archives,
     audit,
@@ -152,8 +153,8 @@ class Service:
                 f"host is {self._settings.host}, which others can reach, and nobody would be "
                 "asked for a key: make one first with `hearth keys create NAME`"
             )
-        if self._settings.engine_urls and len(self._backends) != 1:
-            raise StartRefused("engine_urls are those of one base model: serve just one")
+        if (why := engine_urls.refusal(self._settings, len(self._backends))) is not None:
+            raise StartRefused(why)
         for name in self._backends:
             await self._start_model(name)
         await self._remove_orphans()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from backends.sampling.vllm import guard
 from backends.sampling.vllm.launch import core_sets, lora_rank_limit
+from backends.sampling.vllm.process import reserved_port
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(1, 1), (2, 8), (32, 32), (33, 64), (512, 512)])
@@ -26,6 +28,18 @@ def test_replicas_have_cores_of_their_own_as_far_as_there_are_enough():
     assert core_sets(range(4), 2) == [(0, 1), (2, 3)]
     assert core_sets([5, 7, 9], 2) == [(5,), (7,)]
     assert core_sets([0, 1], 3) == [(0,), (1,), (0,)]
+
+
+def test_a_port_is_nobody_elses_until_its_server_listens():
+    with reserved_port() as port:
+        with socket.socket() as other, pytest.raises(OSError):
+            other.bind(("127.0.0.1", port))
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            with socket.create_connection(("127.0.0.1", port)), server.accept()[0]:
+                pass
 
 
 def guarded(*command: str) -> subprocess.Popen[bytes]:
