@@ -90,7 +90,7 @@ class Samplers:
         self._running: dict[RequestId, asyncio.Task[None]] = {}
         self._adapters: dict[RequestId, str | None] = {}
         self._cancelled: set[RequestId] = set()
-        """Of these, what its client does not want any more: on its way to the engine, perhaps."""
+        """Of these, what its client does not want any more; gate and engine may not have it yet."""
         self._waiting: Counter[TenantId] = Counter()
 
     async def create(self, tenant: Tenant, body: CreateSamplingSession) -> SamplingSession:
@@ -313,6 +313,7 @@ class Samplers:
         remember: Also | None = None
         try:
             gate = self._gates[sampler.base_model]
+            self._check_wanted(sample)
             async with gate.turn(request.owner, sample) as turn:
                 result = await self._generate(sampler, sample)
                 turn.ended(result)
@@ -364,11 +365,15 @@ class Samplers:
         )
 
     async def _ask(self, sampler: SamplingSession, sample: SampleRequest) -> SampleResult | Failure:
-        """Raises BackendError. Nothing may be waited for before the engine has the sample, where
-        a cancel finds it."""
-        if sample.request_id in self._cancelled:
-            return Failure(message=_CANCELLED, category="user")
+        """Raises BackendError and TurnedAway."""
+        self._check_wanted(sample)
         return await self._engines[sampler.base_model].sample(sample)
+
+    def _check_wanted(self, sample: SampleRequest) -> None:
+        """Raises TurnedAway. Whoever calls it waits for nothing before the sample is where a cancel
+        finds it."""
+        if sample.request_id in self._cancelled:
+            raise TurnedAway
 
 
 def _outcome(body: SampleBody, sample: SampleRequest, done: SampleResult | Failure) -> Outcome:

@@ -154,7 +154,9 @@ async def test_cancelling_is_never_an_error(client: Client, backend: FakeBackend
     promise = await client.answer("asample", **bodies.sample(sampler, 0, [1]))
     assert await client.answer("cancel_future", request_id=promise["request_id"]) == {}
     backend.let_go()
-    assert (await client.result(promise)).json() == {"error": "cancelled", "category": "user"}
+    told = (await client.result(promise)).json()
+    assert "cancelled" in told["error"]
+    assert told["category"] == "user"
     assert await client.answer("cancel_future", request_id=promise["request_id"]) == {}
 
 
