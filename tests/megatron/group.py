@@ -1,7 +1,6 @@
-"""Processes that hold one trainer together, for as long as a test session.
+"""Processes that hold one trainer together, for as long as it is wanted.
 
-To import Megatron takes seconds: it is done once, by the process that all ranks are forked from,
-and one group serves all tests, on one layout of the model after another.
+To import Megatron takes seconds: it is done once, by the process that all ranks are forked from.
 """
 
 from __future__ import annotations
@@ -22,6 +21,9 @@ import torch
 _ROOT = Path(__file__).parents[2]
 _WORK = "tests.megatron.work"
 _LIMIT_S = 120.0
+_BEGINNINGS = ("start", "not_started")
+"""They are made by new ranks: a group of gloo's never gives back its threads, of which a layout has
+dozens, and each wakes a hundred times a second."""
 
 
 class Group:
@@ -49,6 +51,8 @@ class Group:
     def call(self, work: str, *args: Any) -> list[Any]:
         """What it gives on each rank. Raises what went wrong on those that failed, after which
         the next call finds a new group."""
+        if work in _BEGINNINGS:
+            self.close()
         if not self._pipes:
             self._start()
         for pipe in self._pipes:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from backends.contract import (
@@ -27,18 +24,11 @@ from backends.training.megatron.trainer import load as load_trainer
 from backends.training.trainer import CallRefusedError, Trainer
 
 _trainers: list[Trainer] = []
-_stores: Iterator[Path] = iter(())
 
 
 def join(folder: Path, rank: int, num_ranks: int) -> None:
     """Become a rank of a group, all of whom know an empty folder."""
-    global _stores
-    _stores = (folder / str(number) for number in count())
-    _meet(rank, num_ranks)
-
-
-def _meet(rank: int, num_ranks: int) -> None:
-    init_method = f"file://{next(_stores)}"
+    init_method = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
 
 
@@ -49,13 +39,7 @@ def start(
     checkpointing: Checkpointing = "off",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """A trainer in place of the one before."""
-    if parallel_state.is_initialized():
-        # With all of its groups, dozens for a layout: their sockets and threads would pile up.
-        parallel_state.destroy_model_parallel()
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        _meet(rank, num_ranks)
+    """The trainer of these processes."""
     made = load_trainer(
         path,
         dtype=dtype,
