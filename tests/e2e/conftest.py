@@ -17,7 +17,10 @@ import tinker
 from tests.e2e.client import MODEL, UNTIED, Raw
 from tests.e2e.speech import with_words
 from tests.running_server import RunningServer
+from tests.sdk_leaks import pytest_configure, pytest_unconfigure
 from tests.tiny_models import tiny_llama, tiny_qwen3, with_tokenizer
+
+__all__ = ["pytest_configure", "pytest_unconfigure"]
 
 MAX_BODY_BYTES = 16 * 2**20
 SETTINGS = {
@@ -26,21 +29,6 @@ SETTINGS = {
     # Short, so that a test of a number that never comes need not wait long.
     "HEARTH_GAP_WAIT_S": "3",
 }
-
-
-# The SDK never closes the connections of its pools: they go with the process, some of them after
-# the last test, where only the settings of the whole run apply.
-SDK_LEAKS = [
-    r"ignore:unclosed transport <_SelectorSocketTransport:ResourceWarning",
-    r"ignore:unclosed <socket.socket .*raddr=\('127.0.0.1':ResourceWarning",
-    r"ignore:Exception ignored in. <(socket.socket .*raddr=\('127.0.0.1'|function _SelectorTr)"
-    r":pytest.PytestUnraisableExceptionWarning",
-]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for leak in SDK_LEAKS:
-        config.addinivalue_line("filterwarnings", leak)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

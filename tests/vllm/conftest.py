@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ from backends.model import FrozenModel
 from backends.sampling.embedded import EmbeddedEngine
 from backends.sampling.vllm.engine import VllmEngine
 from tests.e2e.client import MODEL
-from tests.e2e.conftest import SDK_LEAKS
 from tests.running_server import RunningServer
+from tests.sdk_leaks import pytest_configure, pytest_unconfigure
 from tests.vllm.material import (
     ADAPTERS,
     PYTHON,
@@ -29,14 +30,15 @@ from tests.vllm.material import (
 )
 from tests.vllm.served import KEY
 
+__all__ = ["pytest_configure", "pytest_unconfigure"]
+
+os.environ["NO_PROXY"] = "127.0.0.1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TINKER_TELEMETRY"] = "0"
+
 torch.set_num_threads(1)
 
 SETTINGS = {"HEARTH_ENGINE_PYTHON": str(PYTHON), "HEARTH_ENGINE_KV_CACHE_BYTES": "100000000"}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for leak in SDK_LEAKS:
-        config.addinivalue_line("filterwarnings", leak)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
