@@ -45,6 +45,7 @@ def install() -> None:
     _put_devices_on_the_cpu()
     _send_whole_rows()
     _count_in_lists()
+    _let_sizes_differ()
     _keep_random_states_on_the_cpu()
 
 
@@ -105,6 +106,38 @@ def _count_in_lists() -> None:
         return all_to_all(output, input, *sizes, **kwargs)
 
     dist.all_to_all_single = wrapped
+
+
+def _let_sizes_differ() -> None:
+    """Each rank may have another number of rows for experts; gloo wants as many of all."""
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def gathered(
+        tensors: Sequence[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if len({each.shape for each in tensors}) == 1:
+            return all_gather(list(tensors), tensor, group=group, **kwargs)
+        own = dist.get_rank(group)
+        for rank, each in enumerate(tensors):
+            if rank == own:
+                each.copy_(tensor)
+            dist.broadcast(each, group=group, group_src=rank)
+        return None
+
+    def scattered(
+        output: Tensor, tensors: Sequence[Tensor], *args: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if len({each.shape for each in tensors}) == 1:
+            return reduce_scatter(output, list(tensors), *args, group=group, **kwargs)
+        own = dist.get_rank(group)
+        for rank, each in enumerate(tensors):
+            summand = each.clone()
+            dist.reduce(summand, group=group, group_dst=rank)
+            if rank == own:
+                output.copy_(summand)
+        return None
+
+    dist.all_gather, dist.reduce_scatter = gathered, scattered
 
 
 def _keep_random_states_on_the_cpu() -> None:
