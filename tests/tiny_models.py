@@ -51,7 +51,7 @@ def tiny_qwen3(path: Path) -> Path:
 
 
 def tiny_qwen3_moe(path: Path, **changes: Any) -> Path:
-    """Write a random untied Qwen3-MoE of 4 experts, two for each token; `changes` are of its
+    """Write a random untied Qwen3-MoE of 8 experts, two for each token; `changes` are of its
     config. Gives back `path`."""
     torch.manual_seed(2)
     config = Qwen3MoeConfig(
@@ -59,7 +59,7 @@ def tiny_qwen3_moe(path: Path, **changes: Any) -> Path:
         | {
             "head_dim": 32,
             "tie_word_embeddings": False,
-            "num_experts": 4,
+            "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
             "norm_topk_prob": True,

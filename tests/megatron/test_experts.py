@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from backends.contract import LossResult
+from backends.contract import Failure, LossResult
 from backends.lora.adapter import UNEMBED, Adapter, LoRAPair, Target, fresh_adapter
 from backends.lora.peft_folder import save_adapter
+from tests.megatron.group import first
 from tests.megatron.material import (
     MAX_TOKENS,
     REQUESTS,
     SPECS,
     expected_alone,
     gradient,
+    run_all,
     run_good,
 )
 from tests.tiny_models import tiny_qwen3_moe
-from tests.unit.backends.material import assert_close
+from tests.unit.backends.material import assert_close, sft
 
 LAYOUTS: dict[str, dict[str, int | bool]] = {
     "expert 2, data 4": {"expert_parallel": 2},
@@ -90,3 +94,114 @@ def test_a_pass_of_many_adapters_gives_what_each_would_alone_in_peft(
             np.testing.assert_allclose(output["logprobs"], row, rtol=1e-5, atol=1e-5)
         if request.backward:
             assert_close(gradient(group, request.run, tmp_path / "g"), gradients, relative=2e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_topk_prob": False},
+        {"mlp_only_layers": [1]},
+        {"decoder_sparse_step": 2, "num_experts_per_tok": 3},
+    ],
+)
+def test_other_ways_to_place_and_weigh_experts(group, tmp_path, changes):
+    base = tiny_qwen3_moe(tmp_path / "base", **changes)
+    adapters = save_trained(base, tmp_path)
+    request = REQUESTS[0]
+    group.call("start", base, LAYOUTS["expert 2, tensor 2"], MAX_TOKENS)
+    group.call("load", "a", adapters["a"], "adapter")
+    assert first(group.call("targets")) == targets_of(base)
+    [result] = run_good(group, request)
+    rows, gradients = expected_alone(base, adapters["a"], request)
+    for output, row in zip(result.outputs, rows, strict=True):
+        np.testing.assert_allclose(output["logprobs"], row, rtol=1e-5, atol=1e-5)
+    assert_close(gradient(group, "a", tmp_path / "g"), gradients, relative=2e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_base_model_comes_back_as_it_was(group, moe, start, layout):
+    start(layout)
+    assert first(group.call("targets")) == targets_of(moe)
+    exported = group.call("exported")[0]
+    original = AutoModelForCausalLM.from_pretrained(moe).state_dict()
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_and_experts_that_have_no_token_stay_in_step(group, moe, adapters, start, layout, tmp_path):
+    """Two tokens go to at most four of eight experts, from the copies of one rank."""
+    start(layout)
+    request = sft("a", [2], seed=8)
+    [result] = run_good(group, request)
+    [row], gradients = expected_alone(moe, adapters["a"], request)
+    np.testing.assert_allclose(result.outputs[0]["logprobs"], row, rtol=1e-5, atol=1e-5)
+    found = gradient(group, "a", tmp_path / "g")
+    assert len(found) > len(gradients), "peft has no gradient for experts without a token"
+    idle = {name: found.pop(name) for name in found.keys() - gradients.keys()}
+    assert all(".experts." in name and not tensor.any() for name, tensor in idle.items())
+    assert_close(found, gradients, relative=2e-5)
+    run_good(group, replace(request, backward=False))
+
+
+@pytest.mark.parametrize("checkpointing", ["on", "auto"])
+@pytest.mark.parametrize("layout", ["expert 2, tensor 2", "expert 2, pipeline 2"])
+def test_layers_that_are_computed_again_give_the_same_numbers(
+    group, start, layout, checkpointing, tmp_path
+):
+    start(layout)
+    expected = run_good(group, *REQUESTS)
+    gradients = {run: gradient(group, run, tmp_path / "g") for run in "abcd"}
+    start(layout, checkpointing)
+    for ours, theirs in zip(run_good(group, *REQUESTS), expected, strict=True):
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6)
+    for run, wanted in gradients.items():
+        assert_close(gradient(group, run, tmp_path / "g"), wanted, relative=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_of_one_adapter_goes_through_the_router_and_to_nobody_else(
+    group, start, adapters, layout, tmp_path
+):
+    start(layout)
+    run_good(group, *(request for request in REQUESTS if request.run != "b"))
+    expected = {run: gradient(group, run, tmp_path / "g") for run in "acd"}
+    start(layout)
+    file = adapters["b"] / "adapter_model.safetensors"
+    save_file({name: t.fill_(torch.nan) for name, t in load_file(file).items()}, file)
+    group.call("load", "b", adapters["b"], "adapter")
+    results = dict(zip("abcde", run_all(group, REQUESTS), strict=True))
+    failure = results.pop("b")
+    assert isinstance(failure, Failure)
+    assert failure.message.startswith("datum 0: the logprob at position 0 is nan")
+    assert all(isinstance(result, LossResult) for result in results.values())
+    assert gradient(group, "b", tmp_path / "g") == {}
+    for run, wanted in expected.items():
+        assert_close(gradient(group, run, tmp_path / "g"), wanted, relative=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"expert_parallel": 3}, "qwen3_moe: num_experts = 8 cannot be divided among 3 ranks"),
+        (
+            {"tensor_parallel": 2},
+            "qwen3_moe: experts with tensor_parallel = 2 need sequence_parallel, without which "
+            "each would see every token several times",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(group, moe, layout, reason):
+    assert set(group.call("not_started", moe, layout)) == {reason}
+
+
+def test_the_router_computes_in_float32_unless_told_otherwise(group, moe):
+    """With a model in bfloat16, from the same inputs and weights."""
+    hidden = torch.randn(9, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = AutoModelForCausalLM.from_pretrained(moe).model.layers[0].mlp.gate.weight.bfloat16()
+    exact = hidden.float() @ weight.float().T
+    for option, dtype in (({}, torch.float32), ({"moe_router_dtype": "model"}, torch.bfloat16)):
+        group.call("start", moe, option, MAX_TOKENS, "off", torch.bfloat16)
+        logits = group.call("router_logits", hidden)[0]
+        assert logits.dtype == dtype
+        torch.testing.assert_close(logits, exact.to(dtype).detach())

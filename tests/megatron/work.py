@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,13 @@ from backends.contract import (
     Contents,
     Failure,
     ForwardBackward,
+    MemoryReport,
     ModelInfo,
     OptimStep,
     PassOutcome,
     StepResult,
 )
+from backends.lora.adapter import Target
 from backends.model import UnsupportedModelError
 from backends.training.activations import Checkpointing
 from backends.training.megatron.trainer import load as load_trainer
@@ -44,7 +47,7 @@ def _meet(rank: int, num_ranks: int) -> None:
 
 def start(
     path: Path,
-    layout: dict[str, int | bool],
+    layout: dict[str, Any],
     max_tokens: int,
     checkpointing: Checkpointing = "off",
     dtype: torch.dtype = torch.float32,
@@ -67,7 +70,7 @@ def start(
     _trainers[:] = [made]
 
 
-def not_started(path: Path, layout: dict[str, int | bool]) -> str:
+def not_started(path: Path, layout: dict[str, Any]) -> str:
     """Why the model cannot be divided so."""
     try:
         start(path, layout, 64)
@@ -84,6 +87,19 @@ def exported() -> dict[str, Tensor]:
 
 def info() -> ModelInfo:
     return _trainers[0].info()
+
+
+def targets() -> tuple[Target, ...]:
+    return _trainers[0]._model.targets
+
+
+def memory() -> MemoryReport:
+    return _trainers[0].memory()
+
+
+def router_logits(hidden: Tensor) -> Tensor:
+    """Of the first layer's experts, on the first stage."""
+    return _trainers[0]._model.gpt.decoder.layers[0].mlp.router.gating(hidden)
 
 
 def create(run: str, spec: AdapterSpec) -> None:
