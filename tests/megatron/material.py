@@ -61,7 +61,8 @@ def gradient(group: Group, run: str, folder: Path) -> dict[str, Tensor]:
 def expected_alone(
     base: Path, adapter: Path, request: ForwardBackward
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """In peft, in float64: each datum's target log-probabilities, and the gradients of the summed loss."""
+    """In peft, in float64: each datum's target log-probabilities, and the gradients of the summed
+    loss."""
     model = peft_model(base, adapter)
     rows, loss = [], torch.zeros((), dtype=torch.float64)
     for datum in request.data:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from backends.contract import Failure, LossResult
+from backends.contract import Failure, ForwardBackward, LossResult, OptimStep
 from backends.lora.adapter import UNEMBED, Adapter, LoRAPair, Target, fresh_adapter
 from backends.lora.peft_folder import save_adapter
 from tests.megatron.group import first
@@ -27,6 +27,7 @@ from tests.megatron.material import (
 )
 from tests.tiny_models import tiny_qwen3_moe
 from tests.unit.backends.material import assert_close, sft
+from tests.unit.backends.oracle import logprobs, peft_model, trainable
 
 LAYOUTS: dict[str, dict[str, int | bool]] = {
     "expert 2, data 4": {"expert_parallel": 2},
@@ -36,6 +37,8 @@ LAYOUTS: dict[str, dict[str, int | bool]] = {
     "data 4": {},
 }
 """Of four ranks."""
+NUM_STEPS = 5
+STEP = OptimStep(run="a", learning_rate=1e-2, eps=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,9 @@ def test_the_base_model_comes_back_as_it_was(group, moe, start, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_and_experts_that_have_no_token_stay_in_step(group, moe, adapters, start, layout, tmp_path):
+def test_ranks_and_experts_that_have_no_token_stay_in_step(
+    group, moe, adapters, start, layout, tmp_path
+):
     """Two tokens go to at most four of eight experts, from the copies of one rank."""
     start(layout)
     request = sft("a", [2], seed=8)
@@ -205,3 +210,57 @@ def test_the_router_computes_in_float32_unless_told_otherwise(group, moe):
         logits = group.call("router_logits", hidden)[0]
         assert logits.dtype == dtype
         torch.testing.assert_close(logits, exact.to(dtype).detach())
+
+
+def peft_steps(base: Path, adapter: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss before each step, and the weights after all."""
+    model = peft_model(base, adapter)
+    weights = trainable(model)
+    optimizer = torch.optim.AdamW(
+        weights.values(), lr=1e-2, betas=(STEP.beta1, STEP.beta2), eps=STEP.eps, weight_decay=0.0
+    )
+    losses = []
+    for number in range(NUM_STEPS):
+        # Experts without a token have a gradient too: their moments fade.
+        for weight in weights.values():
+            weight.grad = torch.zeros_like(weight)
+        loss = torch.zeros((), dtype=torch.float64)
+        for datum in steps_request(number).data:
+            tokens, targets = (
+                torch.from_numpy(ids) for ids in (datum.tokens, datum.loss_inputs["target_tokens"])
+            )
+            scores = torch.from_numpy(datum.loss_inputs["weights"])
+            loss = loss - (logprobs(model, tokens, targets) * scores).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: weight.detach() for name, weight in weights.items()}
+
+
+def steps_request(number: int) -> ForwardBackward:
+    return sft("a", [9, 5, 13], seed=number)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("expert 2, tensor 2", "expert 4"), ("data 4", "expert 2, pipeline 2")],
+)
+def test_steps_are_those_of_torch_from_one_way_to_divide_experts_to_another(
+    group, moe, adapters, start, before, after, tmp_path
+):
+    losses, weights = peft_steps(moe, adapters["a"])
+    start(before)
+    found = []
+    for number in range(NUM_STEPS):
+        if number == 3:
+            group.call("save", "a", tmp_path / "half", "optimizer")
+            group.call("start", moe, LAYOUTS[after], MAX_TOKENS)
+            group.call("load", "a", tmp_path / "half", "optimizer")
+        [result] = run_good(group, steps_request(number))
+        found.append(result.metrics["loss:sum"])
+        first(group.call("optim_step", [STEP]))
+    assert found == pytest.approx(losses, rel=1e-4)
+    group.call("save", "a", tmp_path / "end", "adapter")
+    tensors = load_file(tmp_path / "end" / "adapter_model.safetensors")
+    trained = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
+    assert_close(trained, weights, relative=1e-4)

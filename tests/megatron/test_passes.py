@@ -26,6 +26,7 @@ from tests.megatron.material import (
 )
 from tests.unit.backends.material import assert_close, sft, trained_adapter
 
+
 @pytest.fixture
 def adapters(base: Path, tmp_path: Path) -> dict[str, Path]:
     """A trained one for each run."""

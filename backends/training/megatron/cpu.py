@@ -90,7 +90,8 @@ def _send_whole_rows() -> None:
 
 def _count_in_lists() -> None:
     """How many rows go to whom is an array where it came from a GPU, and else a tensor."""
-    all_to_all = dist.all_to_all_single
+    torch_dist: Any = dist
+    all_to_all = torch_dist.all_to_all_single
 
     def wrapped(
         output: Tensor,
@@ -105,12 +106,13 @@ def _count_in_lists() -> None:
         )
         return all_to_all(output, input, *sizes, **kwargs)
 
-    dist.all_to_all_single = wrapped
+    torch_dist.all_to_all_single = wrapped
 
 
 def _let_sizes_differ() -> None:
     """Each rank may have another number of rows for experts; gloo wants as many of all."""
-    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+    torch_dist: Any = dist
+    all_gather, reduce_scatter = torch_dist.all_gather, torch_dist.reduce_scatter
 
     def gathered(
         tensors: Sequence[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any
@@ -125,10 +127,10 @@ def _let_sizes_differ() -> None:
         return None
 
     def scattered(
-        output: Tensor, tensors: Sequence[Tensor], *args: Any, group: Any = None, **kwargs: Any
+        output: Tensor, tensors: Sequence[Tensor], group: Any = None, **kwargs: Any
     ) -> Any:
         if len({each.shape for each in tensors}) == 1:
-            return reduce_scatter(output, list(tensors), *args, group=group, **kwargs)
+            return reduce_scatter(output, list(tensors), group=group, **kwargs)
         own = dist.get_rank(group)
         for rank, each in enumerate(tensors):
             summand = each.clone()
@@ -137,7 +139,7 @@ def _let_sizes_differ() -> None:
                 output.copy_(summand)
         return None
 
-    dist.all_gather, dist.reduce_scatter = gathered, scattered
+    torch_dist.all_gather, torch_dist.reduce_scatter = gathered, scattered
 
 
 def _keep_random_states_on_the_cpu() -> None:

@@ -114,7 +114,9 @@ def is_sparse(config: GPTModelProvider) -> list[bool]:
 
 def _layer(config: GPTModelProvider, num_experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
     )
     parts = layer.submodules
     if num_experts is not None:

@@ -29,7 +29,7 @@ def load(
     moe_router_dtype: RouterDtype = "float32",
 ) -> Trainer:
     """In every process of the default group, whose backend is for `device`. Raises like
-    `MegatronModel.load`."""
+    `MegatronModel.load`, for whose experts `moe_router_dtype` is."""
     parallel = Parallel(tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel)
     model = MegatronModel.load(path, dtype, device, parallel, moe_router_dtype)
     ranks = MegatronRanks(model.shares)
