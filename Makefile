@@ -72,7 +72,7 @@ MEGATRON_VENV := .venv-megatron
 MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 MEGATRON_ON_GPU := megatron-core==0.19.2 megatron-bridge==0.6.2
 MEGATRON_NEEDS := torch==2.13.0 'transformers>=5.8,<=5.12.1' accelerate einops msgspec numpy omegaconf \
-	peft pytest pytest-asyncio pytest-timeout rich safetensors
+	peft pytest pytest-asyncio pytest-timeout 'ray>=2.50' rich safetensors
 
 install-megatron: $(MEGATRON_VENV)/.installed ## Make .venv-megatron with Megatron: for the CPU, or with nvidia-smi for the GPU
 
@@ -116,8 +116,9 @@ $(VENV)-sdk-%/.installed: | $(INSTALLED)
 test-vllm: install install-vllm model ## Run the tests that start real vLLM servers
 	@$(BIN)/python -m pytest tests/vllm -m vllm $(ARGS)
 
-test-megatron: install-megatron ## Run the tests that start several processes with Megatron
+test-megatron: install install-megatron ## Run the tests that start several processes with Megatron
 	@$(MEGATRON_VENV)/bin/python -m pytest tests/megatron -m megatron $(ARGS)
+	@$(BIN)/python -m pytest tests/e2e/test_groups.py -m megatron $(ARGS)
 
 bench: install model ## Measure the numbers of the design; ARGS=--quick for a few minutes
 	@$(BIN)/python -m tests.benchmarks.bench $(ARGS)

@@ -14,7 +14,7 @@ from backends.sampling.vllm.launch import LaunchSettings
 from backends.workers.commands import SAMPLES_AT_ONCE, Command, local_worker, trainer_group
 from backends.workers.subprocess import SubprocessBackend
 from backends.workers.supervised import SupervisedBackend
-from server import devices, parallelism
+from server import devices, engine_urls, parallelism
 from server.core.ids import TenantId
 from server.samplers.gate import Gate
 from server.settings import Settings, has_gpu
@@ -28,9 +28,12 @@ _GROUP_TRAINERS = {
 
 def refusal(settings: Settings) -> str | None:
     """Why what the settings say cannot be made, or None."""
-    if settings.engine_urls and len(settings.models) != 1:
-        return "engine_urls are those of one base model: serve just one"
-    return parallelism.refusal(settings) or devices.refusal(settings) or _unsampled(settings)
+    return (
+        parallelism.refusal(settings)
+        or devices.refusal(settings)
+        or engine_urls.refusal(settings)
+        or _unsampled(settings)
+    )
 
 
 def _unsampled(settings: Settings) -> str | None:

@@ -24,9 +24,10 @@ from backends.batching.spreading import Round, spread
 from backends.lora.adapter import UNEMBED
 from backends.model import FrozenModel
 from backends.training.activations import Activations, Checkpointing
+from backends.training.divided import DividedRanks
 from backends.training.lane import Lane
 from backends.training.packed_pass import PackedPass
-from backends.training.replicas import Replicas
+from backends.training.shares import Share
 from backends.training.trainer import Trainer
 
 
@@ -45,9 +46,8 @@ def load(
     model.shard(init_device_mesh(device.type, (dist.get_world_size(),)))
     activations = Activations(model, activation_checkpointing)
     passes = _ShardedPasses(model, activations, max_tokens_per_microbatch)
-    objects = dist.new_group(backend="gloo")
-    assert isinstance(objects, dist.ProcessGroup)  # all ranks are in it
-    return Trainer(model, passes, Replicas(objects), device_run_bytes)
+    whole = {t.name: Share((0, t.in_features), (0, t.out_features)) for t in model.targets}
+    return Trainer(model, passes, DividedRanks(whole), device_run_bytes)
 
 
 class _Trunk(nn.Module):

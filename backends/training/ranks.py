@@ -41,8 +41,8 @@ class Ranks(Protocol):
         """This rank's part [p] of a vector [P]."""
         ...
 
-    def join(self, part: Part) -> Tensor:
-        """The vector [P] again, on every rank."""
+    def join(self, part: Part) -> Tensor | None:
+        """The vector [P] again where this one leads, else None."""
         ...
 
     def add_up(self, parts: Sequence[Part]) -> list[Part]:

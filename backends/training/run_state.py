@@ -86,18 +86,30 @@ class RunState:
     def save(self, directory: str | Path, contents: Contents, base_model_name: str) -> int:
         """Write a folder that appears whole or not at all; its size in bytes, 0 where others
         lead."""
-        adapter = Adapter(self.adapter.spec, self.whole, self._join(self.adapter.flat))
-        moments = self._moments and Moments(*map(self._join, self._moments))
-        gradient = None if self._gradient is None else self._join(self._gradient)
+        whole = self._joined(contents)
         if not self._ranks.leads:
             return 0
+        adapter = Adapter(self.adapter.spec, self.whole, whole["weights"])
         with new_folder(directory) as folder:
             write_adapter(adapter, folder, base_model_name)
             if contents != "adapter":
+                moments = None
+                if "exp_avg" in whole:
+                    moments = Moments(whole["exp_avg"], whole["exp_avg_sq"])
                 adamw.save(moments, self._num_steps, self.whole, folder / _OPTIMIZER)
             if contents == "snapshot":
-                self._save_gradient(gradient, folder / _GRADIENTS)
+                self._save_gradient(whole.get("gradient"), folder / _GRADIENTS)
             return sum(file.stat().st_size for file in folder.iterdir())
+
+    def _joined(self, contents: Contents) -> dict[str, Tensor]:
+        """What there is of it, whole, where this process leads; else nothing."""
+        vectors = {"weights": self.adapter.flat}
+        if contents != "adapter" and self._moments is not None:
+            vectors |= self._moments._asdict()
+        if contents == "snapshot" and self._gradient is not None:
+            vectors["gradient"] = self._gradient
+        joined = {name: self._ranks.join(Part(self.whole, v)) for name, v in vectors.items()}
+        return {name: vector for name, vector in joined.items() if vector is not None}
 
     @classmethod
     def load(
@@ -121,9 +133,6 @@ class RunState:
 
     def _cut(self, flat: Tensor) -> Tensor:
         return self._ranks.cut(self.whole, flat)
-
-    def _join(self, part: Tensor) -> Tensor:
-        return self._ranks.join(Part(self.whole, part))
 
     def _save_gradient(self, gradient: Tensor | None, path: Path) -> None:
         tensors = {}

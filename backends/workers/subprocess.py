@@ -226,13 +226,17 @@ class Log:
         self._start = path.stat().st_size if path.exists() else 0
 
     def last_words(self) -> str:
-        """The end of what was written since, in one line; why it cannot be read, if so: whoever
-        asks has something worse to tell."""
+        """The end of what was written since, in one line."""
+        text = self.tail(_LAST_BYTES)
+        return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+
+    def tail(self, num_bytes: int) -> str:
+        """The end of what was written since; why it cannot be read, if so: whoever asks has
+        something worse to tell."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
-                file.seek(max(self._start, size - _LAST_BYTES))
-                text = file.read().decode(errors="replace")
+                file.seek(max(self._start, size - num_bytes))
+                return file.read().decode(errors="replace")
         except OSError as error:
-            text = str(error)
-        return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+            return str(error)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from server.api.rooms import InRooms, get_rooms
+from server.api.rooms import InRooms, rooms_of
 from server.tenancy.keys import Credential
 from server.tenancy.tokens import email
 
@@ -14,7 +14,7 @@ router = APIRouter()
 
 
 async def get_credential(request: Request) -> Credential:
-    return await get_rooms(request).keys.identify(request.headers.get("x-api-key"))
+    return await rooms_of(request).keys.identify(request.headers.get("x-api-key"))
 
 
 Presented = Annotated[Credential, Depends(get_credential)]

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from server.api.documented import takes
-from server.api.rooms import InRooms, RawBody, get_rooms
+from server.api.rooms import InRooms, RawBody, rooms_of
 from server.core.errors import NotAuthenticated, ServiceError
 from server.core.records import Tenant
 from server.oai import errors
@@ -47,7 +47,7 @@ async def get_caller(request: Request) -> Tenant:
     given = request.headers.get("authorization", "")
     key = given[len(_BEARER) :].strip() if given.lower().startswith(_BEARER) else ""
     try:
-        return await get_rooms(request).keys.authenticate(key or request.headers.get("x-api-key"))
+        return await rooms_of(request).keys.authenticate(key or request.headers.get("x-api-key"))
     except NotAuthenticated:
         if key:
             raise

@@ -126,14 +126,18 @@ class Rooms:
             raise ShuttingDown("the server is shutting down; try again after its restart")
 
 
-def get_rooms(request: Request) -> Rooms:
+async def get_rooms(request: Request) -> Rooms:
+    # Async, although it waits for nothing: FastAPI would send a plain function to a thread.
+    return rooms_of(request)
+
+
+def rooms_of(request: Request) -> Rooms:
     return request.app.state.rooms
 
 
 async def get_caller(request: Request) -> Tenant:
     """Who is calling; raises NotAuthenticated."""
-    rooms: Rooms = request.app.state.rooms
-    return await rooms.keys.authenticate(request.headers.get("x-api-key"))
+    return await rooms_of(request).keys.authenticate(request.headers.get("x-api-key"))
 
 
 InRooms = Annotated[Rooms, Depends(get_rooms)]
@@ -142,7 +146,7 @@ Caller = Annotated[Tenant, Depends(get_caller)]
 
 async def receive(request: Request) -> AsyncGenerator[bytes]:
     """The body as it comes; raises TooSlow when it stands still, or drips so that it never ends."""
-    patience = get_rooms(request).settings.body_timeout_s
+    patience = rooms_of(request).settings.body_timeout_s
     start, received = time.monotonic(), 0
     parts = request.stream()
     while True:
@@ -163,7 +167,7 @@ async def receive(request: Request) -> AsyncGenerator[bytes]:
 
 def _body_limit(request: Request) -> int:
     """Few calls carry data; for the others a large body is a mistake, or meant to hurt."""
-    most = get_rooms(request).settings.max_body_bytes
+    most = rooms_of(request).settings.max_body_bytes
     return most if request.url.path.endswith(_BULKY) else min(most, _SMALL_BODY_BYTES)
 
 

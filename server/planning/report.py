@@ -64,8 +64,8 @@ def _settings(task: Task, placement: Placement) -> dict[str, object]:
     world, replica = placement.trainer.sizes.world, placement.replica
     settings: dict[str, object] = {
         "max_tokens_per_microbatch": placement.tokens,
-        # So that a pass has a microbatch for each rank that works on tokens of its own.
-        "tick_token_budget": placement.tokens * placement.trainer.sizes.data,
+        # So that a pass fills its microbatches.
+        "tick_token_budget": placement.tokens,
     }
     if replica is None:
         return settings

@@ -18,7 +18,7 @@ Part = SampleDelta | SampleResult | Failure
 
 
 class TurnedAway(Exception):
-    """The request was cancelled while it waited for its turn."""
+    """The request was cancelled before its turn, or before the engine had it."""
 
 
 class Turn:

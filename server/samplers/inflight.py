@@ -55,7 +55,7 @@ class InflightWeights:
             try:
                 return await asked
             except asyncio.CancelledError:
-                if asked not in self._outdated:
+                if asked not in self._outdated or _asked_to_end():
                     raise
             finally:
                 self._outdated.discard(asked)
@@ -99,3 +99,9 @@ class InflightWeights:
             await self._engines[run.base_model].update(old, new)
         except BackendError as error:
             log.warning("samples_keep_older_weights", run=run.id, why=str(error))
+
+
+def _asked_to_end() -> bool:
+    """Whether whoever waits here is cancelled itself, at the same time as what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

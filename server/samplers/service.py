@@ -89,6 +89,8 @@ class Samplers:
         self._known: Recent[SamplingSessionId, SamplingSession] = Recent()
         self._running: dict[RequestId, asyncio.Task[None]] = {}
         self._adapters: dict[RequestId, str | None] = {}
+        self._cancelled: set[RequestId] = set()
+        """Of these, what its client does not want any more; gate and engine may not have it yet."""
         self._waiting: Counter[TenantId] = Counter()
 
     async def create(self, tenant: Tenant, body: CreateSamplingSession) -> SamplingSession:
@@ -209,6 +211,7 @@ class Samplers:
         found = await self._ledger.retrieve(request, tenant.id, hold_s=0)
         if request in self._running and found.sampling_session_id is not None:
             sampler = await self.get(tenant, found.sampling_session_id)
+            self._cancelled.add(request)
             self._gates[sampler.base_model].turn_away(request)
             # An engine that has just died has stopped generating, too.
             with suppress(BackendError):
@@ -300,6 +303,7 @@ class Samplers:
 
     def _ended(self, request: Request) -> None:
         self._waiting[request.owner] -= 1
+        self._cancelled.discard(request.id)
         del self._running[request.id], self._adapters[request.id]
 
     async def _run(
@@ -309,8 +313,9 @@ class Samplers:
         remember: Also | None = None
         try:
             gate = self._gates[sampler.base_model]
+            self._check_wanted(sample)
             async with gate.turn(request.owner, sample) as turn:
-                result = await self._on_its_weights(sampler, sample)
+                result = await self._generate(sampler, sample)
                 turn.ended(result)
             outcome = _outcome(body, sample, result)
             if body.record_stability_info and isinstance(result, SampleResult):
@@ -330,28 +335,15 @@ class Samplers:
         sequences = recorded.describe(sampler, request, len(sample.prompt), done, now=self._clock())
         return lambda db: recorded.add(db, sequences)
 
-    async def _on_its_weights(
-        self, sampler: SamplingSession, sample: SampleRequest
-    ) -> SampleResult | Failure:
-        engine = self._engines[sampler.base_model]
-        if sampler.kind is not SamplerKind.INFLIGHT:
-            return await self._generate(engine, sample)
-
-        async def ask(adapter: str) -> SampleResult | Failure:
-            return await self._generate(engine, replace(sample, adapter=adapter))
-
-        assert sampler.run_id is not None
-        return await self._inflight.follow(sampler.run_id, ask)
-
     async def _generate(
-        self, engine: SamplingEngine, sample: SampleRequest
+        self, sampler: SamplingSession, sample: SampleRequest
     ) -> SampleResult | Failure:
         """A sample survives the loss of its engine: it is asked again of the next one."""
         last = ""
         for attempt in range(1, _ATTEMPTS + 1):
             self._ledger.mark_started([RequestId(sample.request_id)])
             try:
-                return await engine.sample(sample)
+                return await self._on_its_weights(sampler, sample)
             except BackendError as error:
                 log.warning(
                     "sample_lost", request=sample.request_id, attempt=attempt, why=str(error)
@@ -360,6 +352,28 @@ class Samplers:
         return Failure(
             message=f"the sampling engine failed {_ATTEMPTS} times: {last}", category="server"
         )
+
+    async def _on_its_weights(
+        self, sampler: SamplingSession, sample: SampleRequest
+    ) -> SampleResult | Failure:
+        """Raises BackendError."""
+        if sampler.kind is not SamplerKind.INFLIGHT:
+            return await self._ask(sampler, sample)
+        assert sampler.run_id is not None
+        return await self._inflight.follow(
+            sampler.run_id, lambda adapter: self._ask(sampler, replace(sample, adapter=adapter))
+        )
+
+    async def _ask(self, sampler: SamplingSession, sample: SampleRequest) -> SampleResult | Failure:
+        """Raises BackendError and TurnedAway."""
+        self._check_wanted(sample)
+        return await self._engines[sampler.base_model].sample(sample)
+
+    def _check_wanted(self, sample: SampleRequest) -> None:
+        """Raises TurnedAway. Whoever calls it waits for nothing before the sample is where a cancel
+        finds it."""
+        if sample.request_id in self._cancelled:
+            raise TurnedAway
 
 
 def _outcome(body: SampleBody, sample: SampleRequest, done: SampleResult | Failure) -> Outcome:

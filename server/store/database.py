@@ -7,7 +7,8 @@ the next one, so many submissions cost one disk flush; each still succeeds or fa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 
 Result = TypeVar("Result")
 Work = Callable[[AsyncSession], Awaitable[Result]]
+"""May be run again after it was rolled back, so it changes nothing but the database."""
 
 _MAX_GROUP = 256
 _WRITES = "hearth_writes"
@@ -28,6 +30,10 @@ _WRITES = "hearth_writes"
 class _Unit:
     work: Work[Any]
     outcome: asyncio.Future[Any]
+
+
+_Done = tuple[_Unit, Any]
+"""With what it returned."""
 
 
 class Database:
@@ -74,27 +80,51 @@ class Database:
             if last:
                 return
 
-    async def _commit(self, group: list[_Unit]) -> None:
-        """A unit that raises is rolled back to its savepoint; a failed commit fails them all."""
-        done: list[tuple[_Unit, Any]] = []
+    async def _commit(self, group: Sequence[_Unit]) -> None:
+        """A failed commit fails them all."""
         try:
-            async with (
-                AsyncSession(self._writing, expire_on_commit=False) as session,
-                session.begin(),
-            ):
-                for unit in group:
-                    try:
-                        async with session.begin_nested():
-                            done.append((unit, await unit.work(session)))
-                    except Exception as error:  # noqa: BLE001 - handed to whoever asked
-                        _fail(unit, error)
+            done = await self._together(group)
+            if done is None:
+                done = await self._apart(group)
         except (SQLAlchemyError, OSError) as error:
-            for unit, _ in done:
+            for unit in group:
                 _fail(unit, error)
             return
         for unit, result in done:
             if not unit.outcome.done():
                 unit.outcome.set_result(result)
+
+    async def _together(self, group: Sequence[_Unit]) -> list[_Done] | None:
+        """None, and nothing written, when one of several raised: nearly always none does, and
+        savepoints take longer than what is between them."""
+        async with self._transaction() as session:
+            try:
+                return [(unit, await unit.work(session)) for unit in group]
+            except Exception as error:  # noqa: BLE001 - handed to whoever asked, if it is known who
+                await session.rollback()
+                if len(group) > 1:
+                    return None
+                _fail(group[0], error)
+                return []
+
+    async def _apart(self, group: Sequence[_Unit]) -> list[_Done]:
+        """A unit that raises is rolled back to its savepoint."""
+        done: list[_Done] = []
+        async with self._transaction() as session:
+            for unit in group:
+                try:
+                    async with session.begin_nested():
+                        done.append((unit, await unit.work(session)))
+                except Exception as error:  # noqa: BLE001 - handed to whoever asked
+                    _fail(unit, error)
+        return done
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncGenerator[AsyncSession]:
+        async with AsyncSession(self._writing, expire_on_commit=False) as session, session.begin():
+            # Now, so that a lock that cannot be had is no unit's fault.
+            await session.connection()
+            yield session
 
 
 def _fail(unit: _Unit, error: Exception) -> None:

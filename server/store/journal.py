@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Select, func, select, update
+from sqlalchemy import Select, bindparam, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -18,12 +18,20 @@ from server.core.records import Request
 from server.core.requests import REPLAYED_KINDS, State
 from server.store.rows import RequestRow, columns, value
 
+_TABLE: Any = RequestRow.__table__
+# Every request passes these two. They are built once: that takes longer than to run them.
+_APPEND: dict[str, Any] = {
+    name: dialect.insert(_TABLE).on_conflict_do_nothing()
+    for name, dialect in (("postgresql", postgresql), ("sqlite", sqlite))
+}
+_FINISH = update(_TABLE).where(
+    _TABLE.c.id == bindparam("request_id"), _TABLE.c.state == State.WAITING
+)
+
 
 async def append(db: AsyncSession, request: Request) -> bool:
     """Store a request, unless one has its id; that is False."""
-    insert = postgresql.insert if db.get_bind().dialect.name == "postgresql" else sqlite.insert
-    statement = insert(RequestRow).values(columns(request)).on_conflict_do_nothing()
-    done: Any = await db.execute(statement)
+    done: Any = await db.execute(_APPEND[db.get_bind().dialect.name], columns(request))
     return done.rowcount == 1
 
 
@@ -47,11 +55,7 @@ async def finish(db: AsyncSession, request: Request) -> bool:
     }
     if request.state is not State.DONE or request.kind not in REPLAYED_KINDS:
         values["payload"] = None
-    done: Any = await db.execute(
-        update(RequestRow)
-        .where(RequestRow.id == request.id, RequestRow.state == State.WAITING)
-        .values(values)
-    )
+    done: Any = await db.execute(_FINISH, {"request_id": request.id, **values})
     return done.rowcount == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, cast, func, insert, literal, select
+from sqlalchemy import BigInteger, ColumnElement, Insert, bindparam, cast, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from server.core.ids import SessionId, TenantId
@@ -38,23 +38,36 @@ class Stored:
     size_bytes: int
 
 
-async def add(db: AsyncSession, request: Request, counts: Counts, hour: int) -> None:
-    """Store what a request used; which session and base model it was for is looked up here."""
-    of_run = request.run_id is not None
-    source: Any = RunRow if of_run else SamplingSessionRow
+def _adding(source: Any) -> Insert:
+    """Stores usage; the rows of `source` know which session and base model it was for."""
+    table: Any = UsageRow.__table__
+    given = ("request_id", "kind", "owner", "hour", *_COUNTS)
     values: dict[str, Any] = {
-        "request_id": literal(request.id),
-        "kind": literal(request.kind.value),
-        "owner": literal(request.owner),
+        **{name: bindparam(name, type_=table.c[name].type) for name in given},
         "session_id": source.session_id,
         "base_model": source.base_model,
-        "hour": literal(hour),
-        **{name: literal(count) for name, count in asdict(counts).items()},
     }
-    found = select(*values.values()).where(
-        source.id == (request.run_id if of_run else request.sampling_session_id)
-    )
-    await db.execute(insert(UsageRow).from_select(list(values), found))
+    found = select(*values.values()).where(source.id == bindparam("source_id"))
+    return insert(table).from_select(list(values), found)
+
+
+# Built once, since most requests are counted: that takes longer than to run them.
+_ADD_FOR_RUN = _adding(RunRow)
+_ADD_FOR_SAMPLER = _adding(SamplingSessionRow)
+
+
+async def add(db: AsyncSession, request: Request, counts: Counts, hour: int) -> None:
+    """Store what a request used."""
+    of_run = request.run_id is not None
+    given = {
+        "request_id": request.id,
+        "kind": request.kind.value,
+        "owner": request.owner,
+        "hour": hour,
+        "source_id": request.run_id if of_run else request.sampling_session_id,
+        **asdict(counts),
+    }
+    await db.execute(_ADD_FOR_RUN if of_run else _ADD_FOR_SAMPLER, given)
 
 
 async def buckets(db: AsyncSession, owner: TenantId, since: int, before: int) -> list[Bucket]:

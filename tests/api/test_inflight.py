@@ -107,6 +107,39 @@ async def test_samples_may_start_again_with_newer_weights(client: Client, backen
 
 
 @swap("abort")
+async def test_what_would_start_again_ends_when_the_service_does(
+    client: Client, backend: PatientBackend
+):
+    run = await client.run()
+    sampler = await saved(client, run, 0)
+    await client.answer("asample", **bodies.sample(sampler, 0, [1]))
+    await taken(backend, 1)
+    ends: list[asyncio.Task[None]] = []
+    client.rooms.runs.registry.listen(
+        lambda *_: ends.append(asyncio.create_task(client.rooms.samplers.drain()))
+    )
+    await saved(client, run, 1)
+    async with asyncio.timeout(5):
+        await ends[0]
+    assert len(backend.taken) == 1
+
+
+@swap("keep")
+async def test_one_whose_engine_is_lost_starts_again_with_the_newest_weights(
+    client: Client, backend: PatientBackend
+):
+    run = await client.run()
+    sampler = await saved(client, run, 0)
+    promise = await client.answer("asample", **bodies.sample(sampler, 0, [1]))
+    await taken(backend, 1)
+    await saved(client, run, 1)
+    backend.die_in["sample"] = 0
+    backend.ready.set()
+    assert "protobuf" in (await client.result(promise)).headers["content-type"]
+    assert backend.taken[-1].adapter == newest(client, run)
+
+
+@swap("abort")
 async def test_other_runs_and_snapshots_are_left_alone(client: Client, backend: PatientBackend):
     runs = [await client.run(), await client.run()]
     samplers = [await saved(client, run, 0) for run in runs]

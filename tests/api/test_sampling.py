@@ -154,8 +154,32 @@ async def test_cancelling_is_never_an_error(client: Client, backend: FakeBackend
     promise = await client.answer("asample", **bodies.sample(sampler, 0, [1]))
     assert await client.answer("cancel_future", request_id=promise["request_id"]) == {}
     backend.let_go()
-    assert (await client.result(promise)).json() == {"error": "cancelled", "category": "user"}
+    told = (await client.result(promise)).json()
+    assert "cancelled" in told["error"]
+    assert told["category"] == "user"
     assert await client.answer("cancel_future", request_id=promise["request_id"]) == {}
+
+
+async def test_a_cancel_between_the_turn_and_the_engine_is_heeded(
+    client: Client, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+):
+    sampler = await client.sampler(await client.session())
+    client.rooms.hold(True)
+    promise = await client.answer("asample", **bodies.sample(sampler, 0, [1]))
+    ledger = client.rooms.ledger
+    retrieve = ledger.retrieve
+
+    async def then_let_in(*arguments, **options):
+        found = await retrieve(*arguments, **options)
+        client.rooms.hold(False)
+        return found
+
+    monkeypatch.setattr(ledger, "retrieve", then_let_in)
+    await client.answer("cancel_future", request_id=promise["request_id"])
+    monkeypatch.undo()
+    told = (await client.result(promise)).json()
+    assert told == {"error": "cancelled by the client", "category": "user"}
+    assert backend.sampled == []
 
 
 async def test_samples_are_followed_by_a_cursor(client: Client):

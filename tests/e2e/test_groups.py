@@ -1,4 +1,4 @@
-"""A base model that two ranks divide among them (FSDP), and a worker beside them that samples: for
+"""A base model that several ranks divide among them, and a worker beside them that samples: for
 clients the same as one process, and when a rank dies nobody sees an error."""
 
 from __future__ import annotations
@@ -37,14 +37,26 @@ from tests.e2e.conftest import SETTINGS
 from tests.running_server import RunningServer
 
 FSDP = ("--trainer", "fsdp", "--world-size", "2")
+MEGATRON = (
+    *("--trainer", "megatron", "--world-size", "4"),
+    *("--tensor-parallel", "2", "--pipeline-parallel", "2"),
+)
 MIXED = [sft(text(seed, length)) for seed, length in ((1, 40), (2, 7), (3, 25))]
 
 
-@pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[RunningServer]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(FSDP, id="fsdp"),
+        pytest.param(MEGATRON, id="megatron", marks=pytest.mark.megatron),
+    ],
+)
+def divided(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_path: Path
+) -> Iterator[RunningServer]:
     """A server without keys."""
     data = tmp_path_factory.mktemp("divided") / "data"
-    running = RunningServer(data, {MODEL: model_path}, SETTINGS, threads=2, options=FSDP)
+    running = RunningServer(data, {MODEL: model_path}, SETTINGS, threads=2, options=request.param)
     running.start()
     yield running
     running.kill()
@@ -125,7 +137,7 @@ def test_a_rank_that_is_killed_is_seen_by_nobody(
     ]
     wait(futures[2])
     before = _ranks(divided)
-    assert len(before) == 2
+    assert len(before) == int(divided.options[3])
     before[1].kill()
     params = types.SamplingParams(max_tokens=20, seed=1, stop=[])
     sampled = wait(sampler.sample(prompt(PROBE), 1, params)).sequences[0].tokens
@@ -141,7 +153,7 @@ def test_a_rank_that_is_killed_is_seen_by_nobody(
     assert_same(fingerprint(stepping), fingerprint(twins[1]), 1e-4)
     _, left = psutil.wait_procs(before, timeout=10)
     assert not left
-    assert len(_ranks(divided)) == 2
+    assert len(_ranks(divided)) == len(before)
 
 
 def test_the_operator_sees_the_workers(divided: RunningServer) -> None:
@@ -164,7 +176,7 @@ def test_the_operator_sees_the_workers(divided: RunningServer) -> None:
 
 def test_what_the_ranks_say_is_in_the_workers_log(divided: RunningServer) -> None:
     log = (divided.data / "logs" / f"worker-{MODEL.replace('/', '--')}.log").read_text()
-    for rank in (0, 1):
+    for rank in range(int(divided.options[3])):
         assert any(line.startswith(f"rank {rank}: ") for line in log.splitlines())
 
 

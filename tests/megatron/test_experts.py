@@ -264,3 +264,15 @@ def test_steps_are_those_of_torch_from_one_way_to_divide_experts_to_another(
     tensors = load_file(tmp_path / "end" / "adapter_model.safetensors")
     trained = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
     assert_close(trained, weights, relative=1e-4)
+
+
+@pytest.mark.parametrize("router", ["float32", "model"])
+def test_a_base_model_in_bfloat16_gives_nearly_the_same(group, moe, adapters, start, router):
+    start("expert 2, tensor 2")
+    expected = run_good(group, *REQUESTS)
+    layout = LAYOUTS["expert 2, tensor 2"] | {"moe_router_dtype": router}
+    group.call("start", moe, layout, MAX_TOKENS, "off", torch.bfloat16)
+    for run, folder in adapters.items():
+        group.call("load", run, folder, "adapter")
+    for ours, theirs in zip(run_good(group, *REQUESTS), expected, strict=True):
+        assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=0.05)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import tinker
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -15,7 +16,9 @@ from transformers import AutoTokenizer
 from backends.model import FrozenModel
 from backends.sampling.embedded import EmbeddedEngine
 from backends.sampling.vllm.engine import VllmEngine
+from tests.e2e.client import MODEL
 from tests.e2e.conftest import SDK_LEAKS
+from tests.running_server import RunningServer
 from tests.vllm.material import (
     ADAPTERS,
     PYTHON,
@@ -24,8 +27,11 @@ from tests.vllm.material import (
     tiny_model,
     write_adapter,
 )
+from tests.vllm.served import KEY
 
 torch.set_num_threads(1)
+
+SETTINGS = {"HEARTH_ENGINE_PYTHON": str(PYTHON), "HEARTH_ENGINE_KV_CACHE_BYTES": "100000000"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,3 +94,24 @@ async def engine(
     engine = await started_engine(settings(base_path), tmp_path_factory.mktemp("engine"))
     yield engine
     await engine.fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[RunningServer]:
+    running = RunningServer(
+        tmp_path_factory.mktemp("server") / "data",
+        {MODEL: base_path},
+        SETTINGS,
+        options=("--engine", "vllm", "--replicas", "2"),
+    )
+    running.start()
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="session")
+def service(server: RunningServer) -> Iterator[tinker.ServiceClient]:
+    """Closed before the server is killed: a connection that was reset has no address any more by
+    which the tests' settings tell the SDK's leaks from others."""
+    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+        yield service

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import httpx2
 import pytest
 import tinker
-from tinker import types
 
-from server.live import LiveServer
 from tests.e2e.client import (
     MODEL,
+    WAIT_S,
     adam,
     generate,
     new_run,
-    output_logprobs,
-    prompt,
     sampler_of,
     sft,
     text,
@@ -33,123 +24,19 @@ from tests.e2e.client import (
     wait,
 )
 from tests.running_server import RunningServer
-from tests.vllm.material import PYTHON
-
-KEY = "tml-any"
-TOLERANCE = 1e-3
-LONG = 300
-"""Tokens of a sample that something is done to meanwhile."""
-SETTINGS = {"HEARTH_ENGINE_PYTHON": str(PYTHON), "HEARTH_ENGINE_KV_CACHE_BYTES": "100000000"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[RunningServer]:
-    running = RunningServer(
-        tmp_path_factory.mktemp("server") / "data",
-        {MODEL: base_path},
-        SETTINGS,
-        options=("--engine", "vllm", "--replicas", "2"),
-    )
-    running.start()
-    yield running
-    running.kill()
-
-
-@pytest.fixture(scope="module")
-def service(server: RunningServer) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=server.url, api_key=KEY)
-
-
-def hearth(server: RunningServer, *arguments: str, status: int = 0) -> str:
-    """What a command on the server's data folder says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "server.cli", *arguments, "--data", str(server.data)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "240"},
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout + done.stderr
-
-
-def replicas(server: RunningServer) -> list[dict[str, Any]]:
-    live = LiveServer.find(server.data)
-    assert live is not None
-    return live.get("replicas")
-
-
-def until(condition: Callable[[], object]) -> None:
-    """The test's own time limit ends what never comes true."""
-    while not condition():
-        time.sleep(0.05)
-
-
-def kill_replica(row: dict[str, Any]) -> None:
-    port = row["url"].rpartition(":")[2]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and entry.joinpath("cmdline").exists():
-            words = entry.joinpath("cmdline").read_bytes().decode().split("\0")
-            if "--port" in words and port in words and str(PYTHON) in words:
-                os.killpg(os.getpgid(int(entry.name)), signal.SIGKILL)
-                return
-    raise AssertionError(f"no vLLM listens on {port}")
-
-
-def trained(service: tinker.ServiceClient, seed: int, **options: Any) -> tinker.TrainingClient:
-    """A run whose weights have moved."""
-    run = new_run(service, seed=seed, **options)
-    train(run, steps=3, data=[sft(text(seed))])
-    return run
-
-
-def on_base(service: tinker.ServiceClient) -> tinker.SamplingClient:
-    return wait(service.create_sampling_client(base_model=MODEL))
-
-
-def check(run: tinker.TrainingClient, start: Sequence[int], sample: types.SampledSequence) -> None:
-    """The sample's logprobs are those that the trainer computes for the same tokens."""
-    tokens = [*start, *sample.tokens]
-    output = wait(run.forward([sft(tokens)], "cross_entropy"))
-    expected = output_logprobs(output)[-len(sample.tokens) :]
-    assert np.abs(np.array(sample.logprobs) - expected).max() < TOLERANCE
-
-
-def ask(sampler: tinker.SamplingClient, seed: int, max_tokens: int = LONG) -> Any:
-    params = types.SamplingParams(max_tokens=max_tokens, seed=seed, temperature=1.0, stop=[])
-    return sampler.sample(prompt(text(seed)), 1, params)
-
-
-class Flow:
-    """Samples that are asked for, some at a time, as long as the block lasts; even seeds of the
-    first sampler, odd ones of the second. Whatever fails fails the block."""
-
-    def __init__(self, samplers: Sequence[tinker.SamplingClient]) -> None:
-        self.samples: list[tuple[int, types.SampledSequence]] = []
-        self._samplers = samplers
-        self._over = threading.Event()
-        self._pool = ThreadPoolExecutor(6)
-        self._workers: list[Future[None]] = []
-
-    def __enter__(self) -> Flow:
-        self._workers = [self._pool.submit(self._work, first) for first in range(6)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._pool.shutdown()
-        for worker in self._workers:
-            worker.result()
-
-    def grows(self) -> None:
-        """Returns when more samples were finished than are under way at a time."""
-        enough = len(self.samples) + 7
-        until(lambda: len(self.samples) >= enough)
-
-    def _work(self, seed: int) -> None:
-        while not self._over.is_set():
-            future = ask(self._samplers[seed % 2], seed)
-            self.samples.append((seed, future.result(timeout=600).sequences[0]))
-            seed += 6
+from tests.vllm.served import (
+    KEY,
+    LONG,
+    Flow,
+    ask,
+    check,
+    hearth,
+    kill_replica,
+    on_base,
+    replicas,
+    trained,
+    until,
+)
 
 
 def test_runs_and_the_base_model_are_sampled_at_once_each_with_its_own_weights(
@@ -242,13 +129,42 @@ def test_nothing_begins_in_maintenance_and_nothing_fails(
     hearth(server, "maintenance", "on")
     sent = [row["requests"] for row in replicas(server)]
     asked = [ask(sampler, 1, 5), run.optim_step(adam())]
-    time.sleep(1)
-    assert not any(future.future().done() for future in asked)
-    assert [row["requests"] for row in replicas(server)] == sent
-    assert "in maintenance" in hearth(server, "doctor")
-    hearth(server, "maintenance", "off")
-    for future in asked:
-        wait(future)
+    with ThreadPoolExecutor(1) as pool:
+        completion = pool.submit(complete, server, text(1), 5)
+        time.sleep(1)
+        assert not any(future.future().done() for future in asked)
+        assert not completion.done()
+        assert [row["requests"] for row in replicas(server)] == sent
+        assert "in maintenance" in hearth(server, "doctor")
+        hearth(server, "maintenance", "off")
+        for future in asked:
+            wait(future)
+        assert completion.result()["usage"]["completion_tokens"] == 5
+
+
+def complete(server: RunningServer, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+    """What OpenAI's route answers."""
+    body = {"model": MODEL, "prompt": tokens, "max_tokens": max_tokens, "seed": 1}
+    with httpx2.Client(timeout=WAIT_S, trust_env=False) as http:
+        answer = http.post(f"{server.url}/oai/api/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_sample_ends_with_the_token_that_completes_a_stop_string(
+    service: tinker.ServiceClient,
+):
+    """Token i is byte i, so the bytes of the free run are its text."""
+    sampler = sampler_of(trained(service, 10))
+    free = generate(sampler, text(1), 40, seed=2, stop=[])
+    said = bytes(free.tokens).decode("latin-1")
+    spelled = [i for i in range(38) if said[i : i + 2].isascii()]
+    assert spelled
+    for start in spelled[:3]:
+        stop = said[start : start + 2]
+        cut = generate(sampler, text(1), 40, seed=2, stop=["absent", stop])
+        assert cut.stop_reason == "stop"
+        assert cut.tokens == free.tokens[: said.index(stop) + 2]
 
 
 def test_the_doctor_shows_the_replicas(server: RunningServer):
@@ -282,8 +198,9 @@ def test_servers_that_run_already_are_used_and_left_running(
     other = RunningServer(tmp_path / "data", {MODEL: base_path}, options=options)
     other.start()
     try:
-        run = trained(tinker.ServiceClient(base_url=other.url, api_key=KEY), 9)
-        check(run, text(1), wait(ask(sampler_of(run), 1, 20)).sequences[0])
+        with tinker.ServiceClient(base_url=other.url, api_key=KEY) as service:
+            run = trained(service, 9)
+            check(run, text(1), wait(ask(sampler_of(run), 1, 20)).sequences[0])
         assert [row["url"] for row in replicas(other)] == urls
     finally:
         other.interrupt()

@@ -57,13 +57,13 @@ class ReplicaAdapters:
         self._resident.move_to_end(folder)
         resident.users += 1
         try:
-            self._make_room()
+            self._drop_unneeded()
             # One caller's cancellation must not end the loading that others wait for.
             await asyncio.shield(resident.loading)
             yield adapter_name(folder)
         finally:
             resident.users -= 1
-            self._drop_replaced()
+            self._drop_unneeded()
 
     def replace(self, old: str, new: str) -> list[str]:
         """From now on `new` is held instead of `old`. Gives the names under which requests go on
@@ -71,7 +71,7 @@ class ReplicaAdapters:
         behind = [f for f, r in self._resident.items() if old in (f, r.newer)]
         for folder in behind:
             self._resident[folder].newer = new
-        self._drop_replaced()
+        self._drop_unneeded()
         return [adapter_name(folder) for folder in behind if folder in self._resident]
 
     def forget(self, folder: str) -> None:
@@ -86,12 +86,14 @@ class ReplicaAdapters:
         resident = _Resident(asyncio.create_task(self._load(folder)))
         self._resident[folder] = resident
 
-        def unless_loaded(loading: asyncio.Task[None]) -> None:
+        def loaded(loading: asyncio.Task[None]) -> None:
             failed = loading.cancelled() or loading.exception() is not None
             if failed and self._resident.get(folder) is resident:
                 del self._resident[folder]
+            # Whoever wanted it may have left meanwhile.
+            self._drop_unneeded()
 
-        resident.loading.add_done_callback(unless_loaded)
+        resident.loading.add_done_callback(loaded)
         return resident
 
     async def _load(self, folder: str) -> None:
@@ -105,16 +107,15 @@ class ReplicaAdapters:
             message = f"the adapter {folder} cannot be loaded: {refused.message}"
             raise RequestFailed(Failure(message=message, category="server")) from refused
 
-    def _make_room(self) -> None:
-        surplus = len(self._resident) - self._capacity
+    def _drop_unneeded(self) -> None:
+        """Of those that nobody uses: the ones that were replaced, then the oldest beyond
+        `capacity`."""
         idle = [f for f, r in self._resident.items() if not r.users and r.loading.done()]
-        for folder in idle[: max(0, surplus)]:
+        replaced = [folder for folder in idle if self._resident[folder].newer is not None]
+        kept = [folder for folder in idle if folder not in replaced]
+        surplus = len(self._resident) - len(replaced) - self._capacity
+        for folder in replaced + kept[: max(0, surplus)]:
             self._drop(folder)
-
-    def _drop_replaced(self) -> None:
-        for folder, resident in list(self._resident.items()):
-            if resident.newer is not None and not resident.users and resident.loading.done():
-                self._drop(folder)
 
     def _drop(self, folder: str) -> None:
         del self._resident[folder]

@@ -45,7 +45,7 @@ class Attempt:
         generations: list[Generation] = []
         if max_new > 0:
             generations = translate.generations(
-                request, self.model, max_new, self.seed, self.limits
+                request, self.model, max_new, self.seed, self.limits, self.facts.decoder
             )
         joined = self._join(generations, scorings)
         async with together() as group:

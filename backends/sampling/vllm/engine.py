@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 from backends.contract import (
     BackendError,
@@ -33,6 +34,15 @@ _ATTEMPTS = 2
 """A request that a replica takes down with it is tried once elsewhere, no more."""
 
 
+@dataclass(eq=False)
+class _Asked:
+    """A request while the engine has it."""
+
+    request: SampleRequest
+    """With the newest weights that have been saved for it: what begins, or begins again, begins
+    with those."""
+
+
 class VllmEngine:
     """Requests of any adapters at once, each on one replica with all of its samples."""
 
@@ -41,6 +51,7 @@ class VllmEngine:
         self._facts = facts
         self._limits = limits
         self._running: dict[str, asyncio.Task[Outcome]] = {}
+        self._asked: set[_Asked] = set()
         self._places: dict[str, Replica] = {}
         """Of each request that a replica has."""
 
@@ -82,6 +93,9 @@ class VllmEngine:
 
     async def update(self, old: str, new: str) -> None:
         """On all replicas; what one of them cannot do is done on the others."""
+        for asked in self._asked:
+            if asked.request.adapter == old:
+                asked.request = replace(asked.request, adapter=new)
         await self.fleet.update(old, new)
 
     def replicas(self) -> list[ReplicaStatus]:
@@ -103,41 +117,44 @@ class VllmEngine:
         return f"{replica.name} is paused" if replica.frozen else None
 
     def _begin(self, request: SampleRequest, on_delta: OnDelta | None) -> asyncio.Task[Outcome]:
-        task = asyncio.create_task(self._run(request, on_delta))
+        asked = _Asked(request)
+        task = asyncio.create_task(self._run(asked, on_delta))
         self._running[request.request_id] = task
+        self._asked.add(asked)
 
         def forget(done: asyncio.Task[Outcome]) -> None:
+            self._asked.discard(asked)
             if self._running.get(request.request_id) is done:
                 del self._running[request.request_id]
 
         task.add_done_callback(forget)
         return task
 
-    async def _run(self, request: SampleRequest, on_delta: OnDelta | None) -> Outcome:
+    async def _run(self, asked: _Asked, on_delta: OnDelta | None) -> Outcome:
         try:
-            translate.check(request, self._facts)
-            return await self._attempts(request, on_delta)
+            translate.check(asked.request, self._facts)
+            return await self._attempts(asked, on_delta)
         except RequestFailed as failed:
             return failed.failure
         except Refused as refused:
             return refused.failure()
 
-    async def _attempts(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
+    async def _attempts(self, asked: _Asked, on_delta: OnDelta | None) -> SampleResult:
         """What needs the same numbers more than once gets a seed, if it brought none: a stream may
         have to be repeated, alternatives are drawn in many calls."""
-        seed = request.seed
-        if seed is None and (on_delta is not None or translate.draws_alternatives(request)):
+        seed = asked.request.seed
+        if seed is None and (on_delta is not None or translate.draws_alternatives(asked.request)):
             seed = secrets.randbits(64)
         delivered = None if on_delta is None else Delivered(on_delta)
         lost: set[str] = set()
         reasons: list[str] = []
         while len(reasons) < _ATTEMPTS:
-            replica = await self.fleet.pick(request, lost)
+            replica = await self.fleet.pick(asked.request, lost)
             interruptions = replica.interruptions
             if delivered is not None:
                 delivered.again()
             try:
-                return await self._on(replica, request, seed, delivered)
+                return await self._on(replica, asked, seed, delivered)
             except ReplicaLost as error:
                 if replica.interruptions > interruptions:
                     continue
@@ -145,16 +162,13 @@ class VllmEngine:
                 reasons.append(str(error))
                 replica.lost_requests += 1
                 await replica.report_lost()
-        raise BackendError(f"request {request.request_id} was lost twice: {reasons}")
+        raise BackendError(f"request {asked.request.request_id} was lost twice: {reasons}")
 
     async def _on(
-        self,
-        replica: Replica,
-        request: SampleRequest,
-        seed: int | None,
-        delivered: Delivered | None,
+        self, replica: Replica, asked: _Asked, seed: int | None, delivered: Delivered | None
     ) -> SampleResult:
         """On this replica; an adapter that it turns out not to hold is loaded again, once."""
+        request = asked.request
         with replica.loaded(request.num_samples), self._placed(request, replica):
             try:
                 return await self._held(replica, request, seed, delivered)
@@ -162,7 +176,7 @@ class VllmEngine:
                 if refused.status != 404 or request.adapter is None:
                     raise
             replica.adapters.forget(request.adapter)
-            return await self._held(replica, request, seed, delivered)
+            return await self._held(replica, asked.request, seed, delivered)
 
     @contextmanager
     def _placed(self, request: SampleRequest, replica: Replica) -> Generator[None]:

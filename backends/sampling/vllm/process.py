@@ -8,12 +8,13 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from backends.contract import BackendError
 from backends.sampling.vllm.client import ReplicaClient
+from backends.sampling.vllm.last_words import first_error
 from backends.sampling.vllm.launch import LaunchSettings, command, environment
 from backends.workers.subprocess import Log
 
@@ -23,6 +24,8 @@ _HEALTH_EVERY_S = 1.0
 _START_S = 1800.0
 """Large models are read from slow disks."""
 _STOP_S = 15.0
+_LAST_BYTES = 32_768
+"""How much of its log tells why a server ended: traces of several processes."""
 
 
 class LocalServer:
@@ -41,8 +44,14 @@ class LocalServer:
         to."""
         if settings.on_cpu:
             await _require_plugin(settings.python)
+        with reserved_port() as port:
+            return await cls._start_at(port, settings, cores, log_file)
+
+    @classmethod
+    async def _start_at(
+        cls, port: int, settings: LaunchSettings, cores: Sequence[int], log_file: Path
+    ) -> LocalServer:
         log = Log(log_file)
-        port = _free_port()
         with log_file.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", _GUARD),
@@ -61,9 +70,7 @@ class LocalServer:
                 await server._wait_ready()
         except TimeoutError:
             await server.stop()
-            raise BackendError(
-                f"vLLM was not ready in {_START_S:.0f} s: {log.last_words()}"
-            ) from None
+            raise BackendError(f"vLLM was not ready in {_START_S:.0f} s: {_why(log)}") from None
         except BaseException:
             await server.stop()
             raise
@@ -76,7 +83,7 @@ class LocalServer:
     async def wait_gone(self) -> str:
         """Returns why, when the server has ended by itself."""
         code = await self._process.wait()
-        return f"vLLM ended with code {code}: {self._log.last_words()}"
+        return f"vLLM ended with code {code}: {_why(self._log)}"
 
     async def stop(self) -> None:
         """Ask it to end, then end what is left of its group."""
@@ -113,7 +120,16 @@ async def _require_plugin(python: Path) -> None:
         raise BackendError(f"{python} has no {_PLUGIN}: make install-vllm")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _why(log: Log) -> str:
+    return first_error(log.tail(_LAST_BYTES)) or log.last_words()
+
+
+@contextmanager
+def reserved_port() -> Generator[int]:
+    """A free port of this machine that nobody else is given while the block lasts, but that a
+    server which sets SO_REUSEADDR, as vLLM does, may listen on: Linux allows it where the other
+    holder sets it too, and does not listen."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

@@ -16,6 +16,7 @@ import numpy as np
 
 from backends.contract import Failure, SampleRequest
 from backends.sampling.requests import GREEDY_BELOW, mistake
+from backends.sampling.stops import Decoder
 from backends.sampling.vllm.client import Body
 from backends.sampling.vllm.errors import RequestFailed
 from backends.sampling.vllm.model_facts import ModelFacts
@@ -23,6 +24,8 @@ from backends.sampling.vllm.model_facts import ModelFacts
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises what is lower, but not 0, to this."""
 HIGHEST_TEMPERATURE = 2.0
+_LONGEST_CHARACTER = 16
+"""Tokens: more than any character takes."""
 _SEED_BITS = 62
 """vLLM adds the number of the sample, and torch takes 64 bits with a sign."""
 
@@ -86,14 +89,20 @@ def call(request: SampleRequest, model: str, tokens: np.ndarray, params: dict[st
 
 
 def generations(
-    request: SampleRequest, model: str, max_new: int, seed: int | None, limits: Limits
+    request: SampleRequest,
+    model: str,
+    max_new: int,
+    seed: int | None,
+    limits: Limits,
+    decoder: Decoder,
 ) -> list[Generation]:
     """The calls that generate. Greedy samples are all alike, and generated once."""
+    common = _sampling_params(request, max_new) | _stop_strings(request, decoder)
     count = 1 if is_greedy(request) else request.num_samples
     generations = []
     for first in range(0, count, limits.max_num_seqs):
         size = min(limits.max_num_seqs, count - first)
-        params = _sampling_params(request, max_new) | {"n": size}
+        params = common | {"n": size}
         if seed is not None:
             params["seed"] = derived_seed(seed, f"samples:{first}")
         body = call(request, model, request.prompt, params)
@@ -139,7 +148,7 @@ def derived_seed(seed: int, purpose: str) -> int:
 
 
 def _sampling_params(request: SampleRequest, max_new: int) -> dict[str, Any]:
-    params = {
+    return {
         "max_tokens": max_new,
         "temperature": 0.0 if is_greedy(request) else request.temperature,
         "top_k": max(request.top_k, 0),
@@ -148,16 +157,26 @@ def _sampling_params(request: SampleRequest, max_new: int) -> dict[str, Any]:
         "logprobs": request.topk_sample_logprobs and request.topk_sample_logprobs + 1,
         "stop_token_ids": list(request.stop_token_ids),
     }
+
+
+def _stop_strings(request: SampleRequest, decoder: Decoder) -> dict[str, Any]:
     strings = [text for text in request.stop_strings if text]
-    if strings:
-        params |= {
-            "stop": strings,
-            "detokenize": True,
-            # A stop string may spell special tokens, and is looked for in plain text.
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-        }
-    return params
+    # vLLM would take the whole prompt for generated text, and find them in it.
+    if not strings or _ends_within_a_character(request.prompt, decoder):
+        return {}
+    return {
+        "stop": strings,
+        "detokenize": True,
+        # A stop string may spell special tokens, and is looked for in plain text.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def _ends_within_a_character(prompt: np.ndarray, decoder: Decoder) -> bool:
+    end = prompt[-_LONGEST_CHARACTER:].tolist()
+    text = decoder.decode(end, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.endswith("\ufffd")
 
 
 def _salt(request: SampleRequest) -> str:

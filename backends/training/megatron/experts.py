@@ -133,6 +133,7 @@ class Arrivals:
     def parts(self, expert: int, modules: Sequence[str]) -> Iterator[Part]:
         """Of its rows, counted from its first; `modules` are those of the expert."""
         current = self._segments.current
+        concerned = [any(part.changes(module) for module in modules) for part in current]
         if torch.is_grad_enabled():
             for part in current:
                 _expect_pieces(part, modules)
@@ -140,9 +141,10 @@ class Arrivals:
         for rows in self._rows[expert]:
             bounds = list(pairwise(accumulate(rows, initial=start)))
             first = 0
-            for part in current:
+            for part, changes in zip(current, concerned, strict=True):
                 last = first + len(part.bounds)
-                yield from part.cut(bounds[first:last])
+                if changes:
+                    yield from part.cut(bounds[first:last])
                 first = last
             start = bounds[-1][1]
 

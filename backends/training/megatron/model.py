@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
@@ -35,39 +35,9 @@ from backends.training.megatron.experts import adapt_experts
 from backends.training.megatron.fused import Fused, even_slice, fused_layers
 from backends.training.megatron.linear import adapt_column, adapt_row
 from backends.training.megatron.parallel import Parallel, refuse_sizes
+from backends.training.megatron.settings import RouterDtype, settings
 from backends.training.megatron.spec import RMSNorm, block_spec, by_group, in_blocks, is_sparse
 from backends.training.shares import Share
-
-RouterDtype = Literal["float32", "model"]
-"""What the router of experts computes in."""
-
-_SETTINGS = {
-    "perform_initialization": False,
-    "variable_seq_lengths": True,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    # No loss for balance: the router is frozen.
-    "moe_router_load_balancing_type": "none",
-    # Losses are sums: this way the pipeline does not divide them.
-    "calculate_per_token_loss": True,
-    "deallocate_pipeline_outputs": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    # Fused kernels are TransformerEngine's and Apex's, or torch's compiler's; none is needed.
-    "apply_rope_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "persist_layer_norm": False,
-    # The model is in one dtype, so nothing is cast on the way.
-    "autocast_dtype": None,
-    "enable_autocast": False,
-    "bf16": False,
-    "fp16": False,
-}
 
 AutoMapping.register_module_type(RMSNorm.__name__, "replicated")
 
@@ -124,7 +94,7 @@ class MegatronModel:
         if provider.position_embedding_type != "rope":
             kind = provider.position_embedding_type
             raise UnsupportedModelError(f"{config.model_type}: {kind} embeddings of positions")
-        for name, value in {**_SETTINGS, **_sizes(parallel, dtype, router_dtype)}.items():
+        for name, value in settings(parallel, dtype, router_dtype).items():
             setattr(provider, name, value)
         provider.transformer_layer_spec = block_spec
         provider.finalize()
@@ -289,16 +259,3 @@ class MegatronModel:
             for parameter in attention.linear_qkv.parameters():
                 groups = attention.num_query_groups_per_partition
                 parameter.data = order(parameter.data, groups, heads)
-
-
-def _sizes(parallel: Parallel, dtype: torch.dtype, router: RouterDtype) -> dict[str, Any]:
-    return {
-        "moe_router_dtype": "fp32" if router == "float32" else None,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.tensor,
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "sequence_parallel": parallel.sequence and parallel.tensor > 1,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-    }

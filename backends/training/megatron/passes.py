@@ -11,10 +11,10 @@ from backends.batching.attention import AttentionPlan
 from backends.batching.packing import SHARED_FORWARD_TOKENS, Microbatch, pack
 from backends.lora.parts import Part
 from backends.training.activations import Activations, Checkpointing
+from backends.training.divided import DividedRanks
 from backends.training.lane import Lane
 from backends.training.megatron.model import MegatronModel
 from backends.training.megatron.pipeline import Pipeline, Turn
-from backends.training.megatron.ranks import MegatronRanks
 
 _LEAST_TOKENS = {"cpu": 64, "cuda": 512}
 """A microbatch of fewer tokens, by type of device, takes about as long: its time goes to reading
@@ -27,7 +27,7 @@ class MegatronPasses:
     def __init__(
         self,
         model: MegatronModel,
-        ranks: MegatronRanks,
+        ranks: DividedRanks,
         max_tokens_per_microbatch: int,
         checkpointing: Checkpointing,
     ) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from backends.training.activations import Checkpointing
+from backends.training.divided import DividedRanks
 from backends.training.megatron.model import MegatronModel, RouterDtype
 from backends.training.megatron.parallel import Parallel
 from backends.training.megatron.passes import MegatronPasses
-from backends.training.megatron.ranks import MegatronRanks
 from backends.training.trainer import Trainer
 
 
@@ -32,6 +32,6 @@ def load(
     `MegatronModel.load`, for whose experts `moe_router_dtype` is."""
     parallel = Parallel(tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel)
     model = MegatronModel.load(path, dtype, device, parallel, moe_router_dtype)
-    ranks = MegatronRanks(model.shares)
+    ranks = DividedRanks(model.shares)
     passes = MegatronPasses(model, ranks, max_tokens_per_microbatch, activation_checkpointing)
     return Trainer(model, passes, ranks, device_run_bytes)

@@ -109,7 +109,7 @@ def test_a_dense_model_on_eight_gpus_is_trained_data_parallel():
     placed = outcomes["fsdp"]
     assert isinstance(placed, Placement)
     assert placed.trainer.sizes == Sizes(data=4)
-    assert f"tick_token_budget = {4 * placed.tokens}" in recommendation("M", one, placed)
+    assert f"tick_token_budget = {placed.tokens}" in recommendation("M", one, placed)
 
 
 def test_a_base_that_no_gpu_holds_is_cut():

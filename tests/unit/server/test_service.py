@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,30 @@ async def test_devices_are_as_many_as_what_is_started_on_them(data: Path):
     service = new_service(data, {MODEL: FakeBackend()}, **engine)
     with pytest.raises(StartRefused, match="for 1, but 2 vLLM servers are started"):
         await service.start()
+    await service.stop()
+
+
+@pytest.mark.parametrize(
+    ("engine", "url", "why"),
+    [
+        ("embedded", "http://127.0.0.1:1", "engine is 'embedded', which uses none"),
+        ("vllm", "127.0.0.1:8000", "'127.0.0.1:8000', which is not of the form http://HOST:PORT"),
+        ("vllm", "http://", "'http://', which is not"),
+        ("vllm", "http://127.0.0.1:99999", "'http://127.0.0.1:99999', which is not"),
+        ("vllm", "http://127.0.0.1:8000/v1", "'http://127.0.0.1:8000/v1', which is not"),
+        ("vllm", "ftp://127.0.0.1:1", "'ftp://127.0.0.1:1', which is not"),
+        ("vllm", "http:// a", "'http:// a', which is not"),
+        ("vllm", "", "'', which is not"),
+    ],
+)
+async def test_servers_that_cannot_be_used_are_refused_before_a_model_is_loaded(
+    data: Path, engine: str, url: str, why: str
+):
+    backend = FakeBackend()
+    service = new_service(data, {MODEL: backend}, engine=engine, engine_urls=(url,))
+    with pytest.raises(StartRefused, match=re.escape(why)):
+        await service.start()
+    assert backend.calls == []
     await service.stop()
 
 

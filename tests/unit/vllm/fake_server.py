@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-
-Handler = Callable[[web.Request], Any]
 
 
 class FakeServer:
@@ -30,6 +28,9 @@ class FakeServer:
         self.flowing = asyncio.Event()
         """While it is not set, what is generated is not done."""
         self.flowing.set()
+        self.late_health_answers = 0
+        """How many of the next come when `over` is set."""
+        self.over = asyncio.Event()
         self._aborted = asyncio.Event()
 
     async def load(self, request: web.Request) -> web.Response:
@@ -106,6 +107,9 @@ class FakeServer:
         return aborted.is_set()
 
     async def health(self, _: web.Request) -> web.Response:
+        if self.late_health_answers:
+            self.late_health_answers -= 1
+            await self.over.wait()
         return web.Response()
 
 

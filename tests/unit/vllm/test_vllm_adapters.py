@@ -57,6 +57,29 @@ async def test_none_leaves_while_it_is_used(fake: FakeServer, adapters: ReplicaA
     assert adapters.folders == {"b", "c"}
 
 
+async def test_what_is_too_much_leaves_as_soon_as_nobody_uses_it(
+    fake: FakeServer, adapters: ReplicaAdapters
+):
+    async with adapters.hold("a"), adapters.hold("b"), adapters.hold("c"), adapters.hold("d"):
+        assert adapters.folders == {"a", "b", "c", "d"}
+    assert adapters.folders == {"a", "b"}
+    await settled(fake, 6)
+    assert set(fake.loaded.values()) == {"a", "b"}
+
+
+async def test_what_was_loaded_for_one_who_left_does_not_stay_beyond_the_capacity(
+    fake: FakeServer, adapters: ReplicaAdapters
+):
+    async with adapters.hold("a"), adapters.hold("b"):
+        fake.open.clear()
+        leaving = asyncio.create_task(use(adapters, "c"))
+        await settled(fake, 3)
+        leaving.cancel()
+        fake.open.set()
+        await settled(fake, 4)
+        assert fake.log[-1] == ("unload", "c")
+
+
 async def test_what_has_just_left_can_come_back_at_once(
     fake: FakeServer, adapters: ReplicaAdapters
 ):

@@ -126,3 +126,27 @@ async def test_weights_that_are_refused_leave_requests_as_they_were(
     assert fake.log == [("pause", "keep"), ("load", "bad"), ("resume", None)]
     assert fake.loaded == {adapter_name(OLD): OLD}
     assert isinstance(await running, SampleResult)
+
+
+async def test_one_that_waits_for_a_replica_meanwhile_begins_with_the_newest(
+    engine: VllmEngine, fake: FakeServer
+):
+    await engine.drain("replica")
+    waiting = asyncio.create_task(engine.sample(request(OLD)))
+    await asyncio.sleep(0.01)
+    await engine.update(OLD, "newer")
+    await engine.update("newer", NEW)
+    await engine.resume("replica")
+    assert isinstance(await waiting, SampleResult)
+    assert [what for what in fake.log if what[0] == "load"] == [("load", NEW)]
+
+
+async def test_one_that_is_ended_and_asked_again_begins_again_with_the_newest(
+    engine: VllmEngine, fake: FakeServer
+):
+    running = await under_way(engine, fake)
+    await engine.pause("replica", "abort")
+    await engine.update(OLD, NEW)
+    await engine.resume("replica")
+    assert isinstance(await running, SampleResult)
+    assert fake.log[-1] == ("generate", adapter_name(NEW))

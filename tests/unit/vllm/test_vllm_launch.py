@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from backends.sampling.vllm.launch import (
     environment,
     lora_rank_limit,
 )
+from backends.sampling.vllm.process import reserved_port
 from tests.tiny_models import tiny_llama, with_tokenizer
 
 
@@ -75,6 +77,18 @@ def test_each_server_is_started_on_devices_of_its_own(
     for devices in (["2", "3,4"], []):
         assemble.assemble(launch, names=names, urls=[], folder=tmp_path, devices=devices)
     assert started == ["2", "3,4", None, None]
+
+
+def test_a_port_is_nobody_elses_until_its_server_listens():
+    with reserved_port() as port:
+        with socket.socket() as other, pytest.raises(OSError):
+            other.bind(("127.0.0.1", port))
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            with socket.create_connection(("127.0.0.1", port)), server.accept()[0]:
+                pass
 
 
 def guarded(*command: str) -> subprocess.Popen[bytes]:

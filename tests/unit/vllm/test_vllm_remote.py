@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 
 from backends.contract import BackendError
+from backends.sampling.vllm.client import ReplicaClient
 from backends.sampling.vllm.model_facts import ModelFacts
 from backends.sampling.vllm.remote import RemoteServer
 from tests.unit.vllm.fake_server import FakeServer, serving
@@ -62,3 +63,23 @@ async def test_what_is_no_vllm_is_said(fake: FakeServer, url: str):
 
 async def test_nobody_there_is_said(url: str):
     assert "no vLLM answers" in await refusal("http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("late", "healthy"), [(0, True), (2, True), (3, False)])
+async def test_a_server_is_given_up_when_it_is_late_again_and_again(
+    fake: FakeServer, url: str, monkeypatch: pytest.MonkeyPatch, late: int, healthy: bool
+):
+    monkeypatch.setattr("backends.sampling.vllm.client._HEALTH_S", 0.5)
+    client = ReplicaClient(url)
+    fake.late_health_answers = late
+    assert await client.healthy() == healthy
+    assert fake.late_health_answers == 0
+    await client.close()
+    fake.over.set()
+
+
+async def test_a_server_that_is_gone_is_given_up_at_once(fake: FakeServer):
+    async with serving(fake) as url:
+        server = await RemoteServer.find(url, FACTS)
+    assert "not healthy any more" in await server.wait_gone()
+    await server.stop()

@@ -14,6 +14,13 @@ from backends.sampling.vllm.translate import Limits, derived_seed, generations, 
 LIMITS = Limits(max_num_seqs=16, max_logprobs=100)
 
 
+class Bytes:
+    """Token i is byte i."""
+
+    def decode(self, token_ids, *, skip_special_tokens, clean_up_tokenization_spaces):
+        return bytes(token_ids).decode(errors="replace")
+
+
 def request(**fields: Any) -> SampleRequest:
     fields = {"num_samples": 1, "max_tokens": 8, "prompt": np.arange(5)} | fields
     return SampleRequest(request_id="r", **fields)
@@ -21,7 +28,7 @@ def request(**fields: Any) -> SampleRequest:
 
 def bodies(**fields: Any) -> list[dict[str, Any]]:
     one = request(**fields)
-    return [g.body for g in generations(one, "name", 8, one.seed, LIMITS)]
+    return [g.body for g in generations(one, "name", 8, one.seed, LIMITS, Bytes())]
 
 
 def salt(**fields: Any) -> str:
@@ -30,14 +37,15 @@ def salt(**fields: Any) -> str:
 
 def test_samples_are_spread_over_calls_that_vllm_takes():
     one = request(num_samples=40, seed=1)
-    calls = generations(one, "name", 8, 1, LIMITS)
+    calls = generations(one, "name", 8, 1, LIMITS, Bytes())
     assert [len(c.samples) for c in calls] == [16, 16, 8]
     assert [i for c in calls for (i,) in c.samples] == list(range(40))
     assert len({c.body["sampling_params"]["seed"] for c in calls}) == 3
 
 
 def test_greedy_samples_are_generated_once():
-    (only,) = generations(request(num_samples=40, temperature=0.0), "name", 8, None, LIMITS)
+    one = request(num_samples=40, temperature=0.0)
+    (only,) = generations(one, "name", 8, None, LIMITS, Bytes())
     assert only.samples == (tuple(range(40)),)
     assert only.body["sampling_params"]["n"] == 1
 
@@ -49,6 +57,21 @@ def test_text_is_only_made_where_a_stop_string_is_looked_for():
     (stopped,) = bodies(stop_strings=("", "a"))
     assert stopped["sampling_params"]["stop"] == ["a"]
     assert stopped["sampling_params"]["skip_special_tokens"] is False
+
+
+@pytest.mark.parametrize("text", ["a", "a€", "a€€" * 20])
+def test_stop_strings_are_sent_behind_whole_characters(text: str):
+    prompt = np.array(list(text.encode()))
+    (body,) = bodies(prompt=prompt, stop_strings=("a",))
+    assert "stop" in body["sampling_params"]
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_stop_strings_are_not_sent_where_vllm_would_find_them_in_the_prompt(missing: int):
+    prompt = np.array(list("a€".encode())[:-missing])
+    (body,) = bodies(prompt=prompt, stop_strings=("a",))
+    assert "stop" not in body["sampling_params"]
+    assert body["sampling_params"]["detokenize"] is False
 
 
 def test_caches_are_kept_apart_by_adapter_and_by_namespace():

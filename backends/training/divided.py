@@ -1,4 +1,5 @@
-"""Adapters that are divided as the base model is."""
+"""Ranks that have the adapters between them: each all of them, or parts that are cut as the base
+model is."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _BUCKET = 16 << 20
 the network."""
 
 
-class MegatronRanks:
+class DividedRanks:
     """`Ranks` of the default process group. Every rank makes one at the same time."""
 
     def __init__(self, own: Mapping[str, Share]) -> None:
@@ -44,16 +45,17 @@ class MegatronRanks:
     def cut(self, whole: Layout, flat: Tensor) -> Tensor:
         return self._shares.cut(whole, flat)
 
-    def join(self, part: Part) -> Tensor:
+    def join(self, part: Part) -> Tensor | None:
         """On the CPU."""
-        parts = {}
+        if not self.leads:
+            if self._rank in self._shares.senders:
+                dist.send(part.flat.cpu(), 0, group=self._host)
+            return None
+        parts = {0: part.flat.cpu()}
         for rank in self._shares.senders:
-            if rank == self._rank:
-                sent = part.flat.cpu()
-            else:
-                sent = torch.empty(self._shares.local(part.whole, rank).num_elements)
-            dist.broadcast(sent, rank, group=self._host)
-            parts[rank] = sent
+            if rank != 0:
+                parts[rank] = torch.empty(self._shares.local(part.whole, rank).num_elements)
+                dist.recv(parts[rank], rank, group=self._host)
         return self._shares.join(part.whole, parts)
 
     def add_up(self, parts: Sequence[Part]) -> list[Part]:
