@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -55,7 +56,10 @@ def start(
     """A trainer in place of the one before."""
     if parallel_state.is_initialized():
         # With all of its groups, dozens for a layout: their sockets and threads would pile up.
+        # Layers hold them too, and are parts of cycles.
+        _trainers.clear()
         parallel_state.destroy_model_parallel()
+        gc.collect()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()
         _meet(rank, num_ranks)
