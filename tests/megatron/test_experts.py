@@ -28,6 +28,7 @@ from tests.megatron.material import (
 from tests.tiny_models import tiny_qwen3_moe
 from tests.unit.backends.material import assert_close, sft
 from tests.unit.backends.oracle import logprobs, peft_model, trainable
+from tests.unit.backends.together import RUNS
 
 LAYOUTS: dict[str, dict[str, int | bool]] = {
     "expert 2, data 4": {"expert_parallel": 2},
@@ -264,6 +265,20 @@ def test_steps_are_those_of_torch_from_one_way_to_divide_experts_to_another(
     tensors = load_file(tmp_path / "end" / "adapter_model.safetensors")
     trained = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
     assert_close(trained, weights, relative=1e-4)
+
+
+def test_a_story_of_several_tenants_is_the_same_however_experts_are_divided(group, moe, tmp_path):
+    """With `data 4` every rank has all experts."""
+    told = {}
+    for layout in ("data 4", "expert 4", "expert 2, tensor 2", "expert 2, pipeline 2"):
+        group.call("start", moe, LAYOUTS[layout], MAX_TOKENS)
+        told[layout] = first(group.call("story", tmp_path / layout))
+    expected = told.pop("data 4")
+    for found in told.values():
+        assert found.failure == expected.failure
+        for run in RUNS:
+            assert found.losses[run] == pytest.approx(expected.losses[run], rel=1e-4)
+            assert found.norms[run] == pytest.approx(expected.norms[run], rel=1e-4)
 
 
 @pytest.mark.parametrize("router", ["float32", "model"])

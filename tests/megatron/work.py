@@ -29,6 +29,7 @@ from backends.model import UnsupportedModelError
 from backends.training.activations import Checkpointing
 from backends.training.megatron.trainer import load as load_trainer
 from backends.training.trainer import CallRefusedError, Trainer
+from tests.unit.backends.together import Told, play
 
 _trainers: list[Trainer] = []
 _stores: Iterator[Path] = iter(())
@@ -142,3 +143,8 @@ def forward_backward(requests: list[ForwardBackward]) -> list[PassOutcome]:
 
 def optim_step(steps: list[OptimStep]) -> list[StepResult | Failure]:
     return _trainers[0].optim_step(steps)
+
+
+def story(folder: Path) -> Told:
+    """The seeded one of several tenants."""
+    return play(_trainers[0], folder)
