@@ -3,6 +3,7 @@ vLLM fleets. The only place in the server that names a concrete backend."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +29,26 @@ _GROUP_TRAINERS = {
 def refusal(settings: Settings) -> str | None:
     """Why what the settings say cannot be made, or None."""
     return (
-        parallelism.refusal(settings) or devices.refusal(settings) or engine_urls.refusal(settings)
+        parallelism.refusal(settings)
+        or devices.refusal(settings)
+        or engine_urls.refusal(settings)
+        or _unsampled(settings)
     )
+
+
+def _unsampled(settings: Settings) -> str | None:
+    """Which model could be trained, but not sampled from."""
+    if (settings.trainer, settings.engine) != ("megatron", "embedded"):
+        return None
+    for name, path in settings.models.items():
+        file = path / "config.json"
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
+        if config.get("num_experts") or config.get("num_local_experts"):
+            return (
+                f"{name} is a mixture of experts, which the embedded engine cannot sample from: "
+                "choose --engine vllm"
+            )
+    return None
 
 
 def trainer_groups(settings: Settings, model: str) -> Sequence[SupervisedBackend]:

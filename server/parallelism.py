@@ -5,7 +5,7 @@ from __future__ import annotations
 from server.settings import Settings
 
 
-def layout(settings: Settings) -> dict[str, int | bool]:
+def layout(settings: Settings) -> dict[str, int | bool | str]:
     """What only a Megatron trainer is told."""
     if settings.trainer != "megatron":
         return {}
@@ -14,6 +14,7 @@ def layout(settings: Settings) -> dict[str, int | bool]:
         "pipeline_parallel": settings.pipeline_parallel,
         "expert_parallel": settings.expert_parallel,
         "sequence_parallel": settings.sequence_parallel,
+        "moe_router_dtype": settings.moe_router_dtype,
     }
 
 
@@ -63,10 +64,10 @@ def _not_divided(settings: Settings) -> str | None:
             f"tensor_parallel {tensor} times pipeline_parallel {pipeline} is {tensor * pipeline}, "
             f"which does not divide trainer_world_size {world}"
         )
-    if (world // pipeline) % expert:
+    if (copies := world // (tensor * pipeline)) % expert:
         return (
-            f"expert_parallel {expert} does not divide the {world // pipeline} ranks of a pipeline "
-            f"stage (trainer_world_size {world}, pipeline_parallel {pipeline})"
+            f"expert_parallel {expert} does not divide the {copies} copies of a layer "
+            f"(trainer_world_size {world}, tensor_parallel {tensor}, pipeline_parallel {pipeline})"
         )
     if settings.sequence_parallel and tensor == 1:
         return "sequence_parallel divides what tensor_parallel does, and tensor_parallel is 1"

@@ -92,6 +92,9 @@ class Settings(BaseSettings):
     sequence_parallel: bool = False
     """Megatron: tensor parallel ranks also divide the activations between their layers."""
 
+    moe_router_dtype: Literal["float32", "model"] = "float32"
+    """Megatron: what the router of a mixture of experts computes in; `model` is `dtype`."""
+
     ray: str | None = None
     """Where Ray hosts the ranks: HOST:PORT of a cluster, `auto` for the one this machine is in,
     `local` for one of our own. Unset, they are processes of this machine."""

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 255
@@ -39,6 +47,26 @@ def tiny_qwen3(path: Path) -> Path:
     torch.manual_seed(1)
     config = Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=False)
     Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def tiny_qwen3_moe(path: Path, **changes: Any) -> Path:
+    """Write a random untied Qwen3-MoE of 8 experts, two for each token; `changes` are of its
+    config. Gives back `path`."""
+    torch.manual_seed(2)
+    config = Qwen3MoeConfig(
+        **_SHAPE
+        | {
+            "head_dim": 32,
+            "tie_word_embeddings": False,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        }
+        | changes
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
     return path
 
 

@@ -27,7 +27,8 @@ def arranged(owners: Sequence[Owner], dtype: torch.dtype) -> list[Part]:
     """The parts of a packed row, in its order, for a model of `dtype`. Only neighbours come
     together: sort by `likeness` where the order is free."""
     parts: list[Part] = []
-    for (layout, _, _, length), neighbours in groupby(owners, lambda owner: _kind(owner, dtype)):
+    for kind, neighbours in groupby(owners, lambda owner: _kind(owner, dtype)):
+        layout, length = kind[0], kind[-1]
         members = list(neighbours)
         if length is None and len(members) > 1:
             parts.append(RaggedGroup.of(members, dtype))
@@ -52,9 +53,10 @@ def likeness(layout: Layout, scale: float, length: int) -> tuple[float, ...]:
     return layout.rank, layout.num_elements, scale, length
 
 
-def _kind(owner: Owner, dtype: torch.dtype) -> tuple[Layout, float, bool, int | None]:
-    """What must be equal in a group; the length does not matter to a ragged one."""
-    adapter = owner.adapter
+def _kind(owner: Owner, dtype: torch.dtype) -> tuple[Layout, float, bool, bool, int | None]:
+    """What must be equal in a group; the length does not matter to a ragged one, but for owners
+    without a row, which are not in a group with others."""
+    adapter, empty = owner.adapter, owner.start == owner.end
     ragged = adapter.flat.device.type == "cuda" and grouped_mm_takes(adapter.layout, dtype)
     length = None if ragged else owner.end - owner.start
-    return adapter.layout, adapter.scale, owner.backward, length
+    return adapter.layout, adapter.scale, owner.backward, empty, length

@@ -22,8 +22,8 @@ from backends.lora.parts import Bounds, Owner, Part
 
 @dataclass(frozen=True, slots=True)
 class Group(Part):
-    """Rows that lie end to end, of adapters with one layout and one scale. None is without a
-    row."""
+    """Rows that lie end to end, of adapters with one layout and one scale. None is without a row,
+    or all are."""
 
     rows: tuple[Bounds, ...]
     """Of each adapter."""
@@ -49,7 +49,7 @@ class Group(Part):
         return self.rows
 
     def changes(self, module: str) -> bool:
-        return module in self.stack.pairs
+        return module in self.stack.layout.names
 
     def cut(self, bounds: Sequence[Bounds]) -> list[Part]:
         return [
@@ -67,7 +67,8 @@ class Group(Part):
         """Index ranges first..last of what can be one group; those without a row are in none."""
 
     def _pair(self, module: str) -> LoRAPair:
-        return self.stack.pairs[module]
+        # Not its `pairs`, which are those of all modules: a cut is often for one of them.
+        return self.stack.layout.pair(self.stack.flat, module)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         return tensor[self.rows[0][0] : self.rows[-1][1]]

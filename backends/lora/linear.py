@@ -82,8 +82,8 @@ class Segments:
         self.current: tuple[Part, ...] = ()
 
     def parts(self, module: str) -> list[Part]:
-        """Those that change `module`."""
-        return [part for part in self.current if part.changes(module)]
+        """Those that change `module`, and have a row."""
+        return [part for part in self.current if part.changes(module) and not part.empty]
 
 
 def anchor(parts: Sequence[Part]) -> Tensor | None:

@@ -49,6 +49,12 @@ class Part(ABC):
     def bounds(self) -> Sequence[Bounds]:
         """The rows of each of its adapters."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether none of its adapters has a row."""
+        bounds = self.bounds
+        return bounds[0][0] == bounds[-1][1]
+
     @abstractmethod
     def changes(self, module: str) -> bool: ...
 

@@ -78,7 +78,7 @@ def trainer_group(
     device_run_bytes: int | None = None,
     visible_devices: str | None = None,
     ray: str | None = None,
-    layout: Mapping[str, int | bool] | None = None,
+    layout: Mapping[str, int | bool | str] | None = None,
     python: str | Path = sys.executable,
 ) -> Command:
     """A coordinator and `world_size` ranks, which only train. `trainer` is the module that makes

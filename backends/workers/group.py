@@ -18,6 +18,16 @@ from backends.workers.rank_processes import RankProcesses
 _log = logging.getLogger(__name__)
 
 
+_LAYOUT = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "expert_parallel",
+    "sequence_parallel",
+    "moe_router_dtype",
+)
+"""What only some trainers are told."""
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="backends.workers.group", description=__doc__)
     parser.add_argument("--trainer", required=True, help="module, see rank.TrainerSpec")
@@ -34,12 +44,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("tensor", "pipeline", "expert"):
         parser.add_argument(f"--{name}-parallel", type=int)
     parser.add_argument("--sequence-parallel", action="store_true", default=None)
+    parser.add_argument("--moe-router-dtype", help="float32, or model")
     return parser.parse_args(argv)
 
 
 def spec(arguments: argparse.Namespace) -> TrainerSpec:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    layout = {name: value for name, value in given.items() if name.endswith("_parallel")}
+    layout = {name: given[name] for name in _LAYOUT if name in given}
     return TrainerSpec(
         trainer=arguments.trainer,
         model=arguments.model,

@@ -51,7 +51,7 @@ class TrainerSpec(Struct, frozen=True, kw_only=True):
     max_tokens_per_microbatch: int
     activation_checkpointing: str
     device_run_bytes: int | None = None
-    layout: dict[str, int | bool] = {}
+    layout: dict[str, int | bool | str] = {}
     """What only this trainer is told: how the ranks divide the model."""
 
     @property

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from backends.contract import ForwardBackward, LossResult, PassOutcome
 from tests.megatron.group import Group, first
+from tests.unit.backends.material import sft, spec
+from tests.unit.backends.oracle import logprobs, peft_model, trainable
 
 _SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, int | bool]] = {
@@ -21,6 +24,21 @@ LAYOUTS: dict[str, dict[str, int | bool]] = {
 }
 """Of four ranks."""
 MAX_TOKENS = 64
+
+SPECS = {
+    "a": spec(rank=4, seed=1),
+    "b": spec(rank=8, seed=2, groups="attn"),
+    "c": spec(rank=3, seed=3, groups="unembed"),  # nothing on the first stage
+    "d": spec(rank=4, seed=4),  # grouped with a
+    "e": spec(rank=5, seed=5, groups="mlp"),
+}
+REQUESTS = [
+    sft("a", [9, 20, 9, 13], seed=1),
+    sft("b", [4, 31], seed=2),
+    sft("c", [17, 3, 8], seed=3),
+    sft("d", [30, 2, 11], seed=4),
+    sft("e", [21, 7], seed=5, backward=False),
+]
 
 
 def run_all(group: Group, requests: Sequence[ForwardBackward]) -> list[PassOutcome]:
@@ -38,3 +56,21 @@ def gradient(group: Group, run: str, folder: Path) -> dict[str, Tensor]:
     """What waits for the run's next step."""
     group.call("save", run, folder, "snapshot")
     return load_file(folder / "gradients.safetensors")
+
+
+def expected_alone(
+    base: Path, adapter: Path, request: ForwardBackward
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """In peft, in float64: each datum's target log-probabilities, and the gradients of the summed
+    loss."""
+    model = peft_model(base, adapter)
+    rows, loss = [], torch.zeros((), dtype=torch.float64)
+    for datum in request.data:
+        tokens, targets = (
+            torch.from_numpy(ids) for ids in (datum.tokens, datum.loss_inputs["target_tokens"])
+        )
+        rows.append(logprobs(model, tokens, targets))
+        loss = loss - (rows[-1] * torch.from_numpy(datum.loss_inputs["weights"])).sum()
+    loss.backward()
+    gradients = {name: p.grad for name, p in trainable(model).items() if p.grad is not None}
+    return [row.detach() for row in rows], gradients

@@ -9,30 +9,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from backends.contract import Failure, ForwardBackward, LossResult, Partial
+from backends.contract import Failure, LossResult, Partial
 from backends.lora.peft_folder import save_adapter
 from backends.model import FrozenModel
 from tests.megatron.group import Group
-from tests.megatron.material import LAYOUTS, MAX_TOKENS, gradient, run_all, run_good
-from tests.unit.backends.material import assert_close, sft, spec, trained_adapter
-from tests.unit.backends.oracle import logprobs, peft_model, trainable
-
-SPECS = {
-    "a": spec(rank=4, seed=1),
-    "b": spec(rank=8, seed=2, groups="attn"),
-    "c": spec(rank=3, seed=3, groups="unembed"),  # nothing on the first stage
-    "d": spec(rank=4, seed=4),  # grouped with a
-    "e": spec(rank=5, seed=5, groups="mlp"),
-}
-REQUESTS = [
-    sft("a", [9, 20, 9, 13], seed=1),
-    sft("b", [4, 31], seed=2),
-    sft("c", [17, 3, 8], seed=3),
-    sft("d", [30, 2, 11], seed=4),
-    sft("e", [21, 7], seed=5, backward=False),
-]
+from tests.megatron.material import (
+    LAYOUTS,
+    MAX_TOKENS,
+    REQUESTS,
+    SPECS,
+    expected_alone,
+    gradient,
+    run_all,
+    run_good,
+)
+from tests.unit.backends.material import assert_close, sft, trained_adapter
 
 
 @pytest.fixture
@@ -54,23 +46,6 @@ def start(group: Group, base: Path, adapters: dict[str, Path]):
     return started
 
 
-def _expected(
-    base: Path, adapter: Path, request: ForwardBackward
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Each datum's target log-probabilities, and the gradients of the summed loss."""
-    model = peft_model(base, adapter)
-    rows, loss = [], torch.zeros((), dtype=torch.float64)
-    for datum in request.data:
-        tokens, targets = (
-            torch.from_numpy(ids) for ids in (datum.tokens, datum.loss_inputs["target_tokens"])
-        )
-        rows.append(logprobs(model, tokens, targets))
-        loss = loss - (rows[-1] * torch.from_numpy(datum.loss_inputs["weights"])).sum()
-    loss.backward()
-    gradients = {name: p.grad for name, p in trainable(model).items() if p.grad is not None}
-    return [row.detach() for row in rows], gradients
-
-
 TWO_BY_TWO = "tensor 2, pipeline 2"
 only_llama = pytest.mark.parametrize("base", ["llama"], indirect=True)
 
@@ -82,7 +57,7 @@ def test_a_pass_of_many_adapters_gives_what_each_would_alone_in_peft(
     start(layout)
     results = run_good(group, *REQUESTS)
     for request, result in zip(REQUESTS, results, strict=True):
-        rows, gradients = _expected(base, adapters[request.run], request)
+        rows, gradients = expected_alone(base, adapters[request.run], request)
         for output, row in zip(result.outputs, rows, strict=True):
             np.testing.assert_allclose(output["logprobs"], row, rtol=1e-5, atol=1e-5)
         if request.backward:
@@ -148,7 +123,7 @@ def test_ranks_that_have_no_datum_stay_in_step(group, start, adapters, base, lay
     start(layout)
     request = sft("a", [3], seed=8)
     [result] = run_good(group, request)
-    [row], gradients = _expected(base, adapters["a"], request)
+    [row], gradients = expected_alone(base, adapters["a"], request)
     np.testing.assert_allclose(result.outputs[0]["logprobs"], row, rtol=1e-5, atol=1e-5)
     assert_close(gradient(group, "a", tmp_path / "g"), gradients, relative=2e-5)
     [result] = run_good(group, replace(request, backward=False))

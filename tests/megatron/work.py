@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,18 @@ from backends.contract import (
     Contents,
     Failure,
     ForwardBackward,
+    MemoryReport,
     ModelInfo,
     OptimStep,
     PassOutcome,
     StepResult,
 )
+from backends.lora.adapter import Target
 from backends.model import UnsupportedModelError
 from backends.training.activations import Checkpointing
 from backends.training.megatron.trainer import load as load_trainer
 from backends.training.trainer import CallRefusedError, Trainer
+from tests.unit.backends.together import Told, play
 
 _trainers: list[Trainer] = []
 
@@ -34,7 +38,7 @@ def join(folder: Path, rank: int, num_ranks: int) -> None:
 
 def start(
     path: Path,
-    layout: dict[str, int | bool],
+    layout: dict[str, Any],
     max_tokens: int,
     checkpointing: Checkpointing = "off",
     dtype: torch.dtype = torch.float32,
@@ -51,7 +55,7 @@ def start(
     _trainers[:] = [made]
 
 
-def not_started(path: Path, layout: dict[str, int | bool]) -> str:
+def not_started(path: Path, layout: dict[str, Any]) -> str:
     """Why the model cannot be divided so."""
     try:
         start(path, layout, 64)
@@ -68,6 +72,19 @@ def exported() -> dict[str, Tensor]:
 
 def info() -> ModelInfo:
     return _trainers[0].info()
+
+
+def targets() -> tuple[Target, ...]:
+    return _trainers[0]._model.targets
+
+
+def memory() -> MemoryReport:
+    return _trainers[0].memory()
+
+
+def router_logits(hidden: Tensor) -> Tensor:
+    """Of the first layer's experts, on the first stage."""
+    return _trainers[0]._model.gpt.decoder.layers[0].mlp.router.gating(hidden)
 
 
 def create(run: str, spec: AdapterSpec) -> None:
@@ -106,3 +123,8 @@ def forward_backward(requests: list[ForwardBackward]) -> list[PassOutcome]:
 
 def optim_step(steps: list[OptimStep]) -> list[StepResult | Failure]:
     return _trainers[0].optim_step(steps)
+
+
+def story(folder: Path) -> Told:
+    """The seeded one of several tenants."""
+    return play(_trainers[0], folder)

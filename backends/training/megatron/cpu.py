@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ class _Stream:
     def wait_stream(self, stream: _Stream) -> None:
         pass
 
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
 
 @functools.cache
 def install() -> None:
@@ -37,6 +44,8 @@ def install() -> None:
     assert not torch.cuda.is_available(), "CUDA would be hidden from the whole process"
     _put_devices_on_the_cpu()
     _send_whole_rows()
+    _count_in_lists()
+    _let_sizes_differ()
     _keep_random_states_on_the_cpu()
 
 
@@ -44,6 +53,7 @@ def _put_devices_on_the_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.Stream = cuda.current_stream = _Stream
+    cuda.stream = nullcontext
     for name in _NO_OPS:
         setattr(cuda, name, lambda *args, **kwargs: None)
     Tensor.cuda = lambda self, *args, **kwargs: self
@@ -76,6 +86,60 @@ def _send_whole_rows() -> None:
         return scatter(tensor, pieces, *args, **kwargs)
 
     dist.scatter = wrapped
+
+
+def _count_in_lists() -> None:
+    """How many rows go to whom is an array where it came from a GPU, and else a tensor."""
+    torch_dist: Any = dist
+    all_to_all = torch_dist.all_to_all_single
+
+    def wrapped(
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        sizes = (
+            None if each is None else [int(n) for n in each]
+            for each in (output_split_sizes, input_split_sizes)
+        )
+        return all_to_all(output, input, *sizes, **kwargs)
+
+    torch_dist.all_to_all_single = wrapped
+
+
+def _let_sizes_differ() -> None:
+    """Each rank may have another number of rows for experts; gloo wants as many of all."""
+    torch_dist: Any = dist
+    all_gather, reduce_scatter = torch_dist.all_gather, torch_dist.reduce_scatter
+
+    def gathered(
+        tensors: Sequence[Tensor], tensor: Tensor, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if len({each.shape for each in tensors}) == 1:
+            return all_gather(list(tensors), tensor, group=group, **kwargs)
+        own = dist.get_rank(group)
+        for rank, each in enumerate(tensors):
+            if rank == own:
+                each.copy_(tensor)
+            dist.broadcast(each, group=group, group_src=rank)
+        return None
+
+    def scattered(
+        output: Tensor, tensors: Sequence[Tensor], group: Any = None, **kwargs: Any
+    ) -> Any:
+        if len({each.shape for each in tensors}) == 1:
+            return reduce_scatter(output, list(tensors), group=group, **kwargs)
+        own = dist.get_rank(group)
+        for rank, each in enumerate(tensors):
+            summand = each.clone()
+            dist.reduce(summand, group=group, group_dst=rank)
+            if rank == own:
+                output.copy_(summand)
+        return None
+
+    torch_dist.all_gather, torch_dist.reduce_scatter = gathered, scattered
 
 
 def _keep_random_states_on_the_cpu() -> None:

@@ -6,6 +6,7 @@ Shapes: H query heads, G key/value heads, D head size; of the whole model.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -24,6 +25,8 @@ class Fused(NamedTuple):
     """Whether its outputs are divided among ranks, not its inputs."""
     targets: tuple[Target, ...]
     """The layers in it, in the order of its outputs."""
+    expert: int | None = None
+    """Whose it is, counted over all ranks, where the layer has experts."""
 
     def shares(self, rank: int, num_ranks: int) -> Iterator[tuple[str, Share]]:
         """What one of the ranks that share the layer has of each of its targets."""
@@ -41,29 +44,50 @@ def even_slice(size: int, rank: int, num_ranks: int) -> Bounds:
     return rank * step, (rank + 1) * step
 
 
-def fused_layers(config: GPTModelProvider, registry: Any, layer: int) -> list[Fused]:
+def fused_layers(
+    config: GPTModelProvider, registry: Any, layer: int, *, sparse: bool
+) -> list[Fused]:
     """Those of transformer layer `layer`, counted from 0 over all pipeline stages, in the order
-    of the original's modules. `registry` is the bridge's, which knows the names of both sides."""
-    hidden, inner, size = config.hidden_size, config.ffn_hidden_size, config.kv_channels
+    of the original's modules; of all experts if it is `sparse`. `registry` is the bridge's, which
+    knows the names of both sides."""
+    hidden, size = config.hidden_size, config.kv_channels
     query, kv = config.num_attention_heads * size, config.num_query_groups * size
-    shapes = (
-        ("self_attention.linear_qkv", "attn", True, hidden, (query, kv, kv)),
-        ("self_attention.linear_proj", "attn", False, query, (hidden,)),
-        ("mlp.linear_fc1", "mlp", True, hidden, (inner, inner)),
-        ("mlp.linear_fc2", "mlp", False, inner, (hidden,)),
-    )
-    return [
-        Fused(
-            path, column, _targets(registry, f"decoder.layers.{layer}.{path}", group, num_in, out)
+    in_layer = partial(_fused, registry, f"decoder.layers.{layer}.")
+    attention = [
+        in_layer("self_attention.linear_qkv", "attn", True, hidden, (query, kv, kv)),
+        in_layer("self_attention.linear_proj", "attn", False, query, (hidden,)),
+    ]
+    path = "mlp.experts" if sparse else "mlp"
+    inner = config.moe_ffn_hidden_size if sparse else config.ffn_hidden_size
+    assert inner is not None
+    return attention + [
+        fused
+        for expert in (range(config.num_moe_experts or 0) if sparse else [None])
+        for fused in (
+            in_layer(f"{path}.linear_fc1", "mlp", True, hidden, (inner, inner), expert),
+            in_layer(f"{path}.linear_fc2", "mlp", False, inner, (hidden,), expert),
         )
-        for path, group, column, num_in, out in shapes
     ]
 
 
+def _fused(
+    registry: Any,
+    prefix: str,
+    path: str,
+    group: str,
+    column: bool,
+    num_in: int,
+    sizes: tuple[int, ...],
+    expert: int | None = None,
+) -> Fused:
+    weight = f"{prefix}{path}.weight{'' if expert is None else expert}"
+    return Fused(path, column, _targets(registry, weight, group, num_in, sizes), expert)
+
+
 def _targets(
-    registry: Any, path: str, group: str, num_in: int, sizes: tuple[int, ...]
+    registry: Any, weight: str, group: str, num_in: int, sizes: tuple[int, ...]
 ) -> tuple[Target, ...]:
-    weights = registry.megatron_to_hf_lookup(f"{path}.weight").hf_param
+    weights = registry.megatron_to_hf_lookup(weight).hf_param
     names = [weights] if isinstance(weights, str) else list(weights.values())
     return tuple(
         Target(name.removesuffix(".weight"), group, num_in, num_out)

@@ -65,7 +65,7 @@ class _BranchedLinear(torch.autograd.Function):
         return (grad_x, None, None, None, None)
 
 
-class _Branches:
+class Branches:
     """The original layers that are fused in one of Megatron's, side by side in its output."""
 
     def __init__(self, sizes: Sequence[tuple[str, int]], segments: Segments) -> None:
@@ -92,7 +92,7 @@ def adapt_column(
     layer: ColumnParallelLinear, sizes: Sequence[tuple[str, int]], segments: Segments
 ) -> None:
     """Put adapters of the modules `sizes`, names and output columns, into the layer's forward."""
-    branches = _Branches(sizes, segments)
+    branches = Branches(sizes, segments)
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden[T, 1, I], or this rank's rows of it with sequence parallelism -> [T, 1, O]"""
@@ -108,7 +108,7 @@ def adapt_column(
 
 def adapt_row(layer: RowParallelLinear, module: str, segments: Segments) -> None:
     """Put adapters of the module into the layer's forward."""
-    branches = _Branches([(module, layer.output_size)], segments)
+    branches = Branches([(module, layer.output_size)], segments)
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x[T, 1, I] -> [T, 1, O], or this rank's rows of it with sequence parallelism"""

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -29,34 +30,14 @@ from backends.lora.adapter import UNEMBED, Target
 from backends.lora.linear import Segments
 from backends.lora.parts import Part
 from backends.model import UnsupportedModelError, eos_token_ids, refuse_partial_attention
+from backends.training.megatron import qwen3_moe
+from backends.training.megatron.experts import adapt_experts
 from backends.training.megatron.fused import Fused, even_slice, fused_layers
 from backends.training.megatron.linear import adapt_column, adapt_row
 from backends.training.megatron.parallel import Parallel, refuse_sizes
-from backends.training.megatron.spec import RMSNorm, block_spec, by_group, in_blocks
+from backends.training.megatron.settings import RouterDtype, settings
+from backends.training.megatron.spec import RMSNorm, block_spec, by_group, in_blocks, is_sparse
 from backends.training.shares import Share
-
-_SETTINGS = {
-    "perform_initialization": False,
-    "variable_seq_lengths": True,
-    "moe_token_dispatcher_type": "alltoall",
-    # Losses are sums: this way the pipeline does not divide them.
-    "calculate_per_token_loss": True,
-    "deallocate_pipeline_outputs": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    # Fused kernels are TransformerEngine's and Apex's, or torch's compiler's; none is needed.
-    "apply_rope_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "persist_layer_norm": False,
-    # The model is in one dtype, so nothing is cast on the way.
-    "autocast_dtype": None,
-    "enable_autocast": False,
-    "bf16": False,
-    "fp16": False,
-}
 
 AutoMapping.register_module_type(RMSNorm.__name__, "replicated")
 
@@ -83,6 +64,7 @@ class MegatronModel:
         )
         self.gpt.requires_grad_(False).eval()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._shares_experts = provider.expert_model_parallel_size > 1
         self._fused = self._all_fused()
         self._adapt()
         self._recompute = Recompute(self.gpt.decoder.layers, self._segments)
@@ -90,7 +72,12 @@ class MegatronModel:
 
     @classmethod
     def load(
-        cls, path: str | Path, dtype: torch.dtype, device: torch.device, parallel: Parallel
+        cls,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: Parallel,
+        router_dtype: RouterDtype = "float32",
     ) -> MegatronModel:
         """In every process of the default group; a GPU must be the current one. Raises
         UnsupportedModelError, or OSError when the folder holds no model."""
@@ -98,7 +85,8 @@ class MegatronModel:
             raise UnsupportedModelError("Megatron computes on the GPUs of a machine that has some")
         config = AutoConfig.from_pretrained(path)
         refuse_partial_attention(config)
-        if not AutoBridge.supports(config) or getattr(config, "num_experts", None):
+        experts = getattr(config, "num_experts", None) and config.model_type != qwen3_moe.MODEL_TYPE
+        if experts or not AutoBridge.supports(config):
             raise UnsupportedModelError(f"{config.model_type}: not a model this trainer knows")
         refuse_sizes(config, parallel)
         bridge = AutoBridge.from_hf_pretrained(path, torch_dtype=dtype)
@@ -106,7 +94,7 @@ class MegatronModel:
         if provider.position_embedding_type != "rope":
             kind = provider.position_embedding_type
             raise UnsupportedModelError(f"{config.model_type}: {kind} embeddings of positions")
-        for name, value in {**_SETTINGS, **_sizes(parallel, dtype)}.items():
+        for name, value in settings(parallel, dtype, router_dtype).items():
             setattr(provider, name, value)
         provider.transformer_layer_spec = block_spec
         provider.finalize()
@@ -195,6 +183,9 @@ class MegatronModel:
         gpt, start = self.gpt, None
         if gpt.pre_process:
             start = gpt.embedding(input_ids=tokens[None], position_ids=positions[None])
+            if self._shares_experts and torch.is_grad_enabled():
+                # Whether its own adapters want it or not: others wait for what comes back.
+                start.requires_grad_()
         with current(self._segments, segments), self._recompute.turned(recompute):
             out = gpt.decoder(
                 hidden_states=start, attention_mask=plan, rotary_pos_emb=self._rotary[positions]
@@ -226,18 +217,26 @@ class MegatronModel:
 
     def _all_fused(self) -> list[list[Fused]]:
         registry = self._bridge._model_bridge.mapping_registry()
-        layers = range(self._provider.num_layers)
-        return [fused_layers(self._provider, registry, layer) for layer in layers]
+        return [
+            fused_layers(self._provider, registry, layer, sparse=sparse)
+            for layer, sparse in enumerate(is_sparse(self._provider))
+        ]
 
     def _own_layers(self) -> Iterator[tuple[nn.Module, list[Fused]]]:
+        """Without what belongs to experts of other ranks."""
         for layer in self.gpt.decoder.layers:
-            yield layer, self._fused[layer.layer_number - 1]
+            fused = self._fused[layer.layer_number - 1]
+            own = layer.mlp.local_expert_indices if isinstance(layer.mlp, MoELayer) else ()
+            yield layer, [each for each in fused if each.expert is None or each.expert in own]
 
     def _adapt(self) -> None:
         self._reorder(in_blocks)
         num_ranks = self.tensor_group.size()
         for layer, fused in self._own_layers():
-            for each in fused:
+            of_experts = [each for each in fused if each.expert is not None]
+            if of_experts:
+                adapt_experts(layer.mlp, of_experts, self._segments)
+            for each in fused[: len(fused) - len(of_experts)]:
                 module: Any = layer.get_submodule(each.path)
                 if each.column:
                     sizes = [(t.name, t.out_features // num_ranks) for t in each.targets]
@@ -260,13 +259,3 @@ class MegatronModel:
             for parameter in attention.linear_qkv.parameters():
                 groups = attention.num_query_groups_per_partition
                 parameter.data = order(parameter.data, groups, heads)
-
-
-def _sizes(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "sequence_parallel": parallel.sequence and parallel.tensor > 1,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-    }

@@ -14,7 +14,7 @@ from backends.training.activations import Activations, Checkpointing
 from backends.training.divided import DividedRanks
 from backends.training.lane import Lane
 from backends.training.megatron.model import MegatronModel
-from backends.training.megatron.pipeline import Pipeline
+from backends.training.megatron.pipeline import Pipeline, Turn
 
 _LEAST_TOKENS = {"cpu": 64, "cuda": 512}
 """A microbatch of fewer tokens, by type of device, takes about as long: its time goes to reading
@@ -37,6 +37,10 @@ class MegatronPasses:
         self._activations = Activations(_Stage(model), checkpointing)
         self._copy = parallel_state.get_data_parallel_rank()
         self._num_copies = parallel_state.get_data_parallel_world_size()
+        # Those whose experts are on the same ranks lie side by side.
+        num_mates = parallel_state.get_expert_model_parallel_world_size()
+        first = self._copy // num_mates * num_mates
+        self._mates = range(first, first + num_mates)
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
 
     def __call__(
@@ -66,11 +70,19 @@ class MegatronPasses:
         limit = min(self._max_tokens, max(fair, _LEAST_TOKENS[kind]))
         return pack(lengths, backward, limit, SHARED_FORWARD_TOKENS[kind])
 
-    def _own(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    def _own(self, microbatches: Sequence[Microbatch]) -> list[Turn]:
         """Those of this rank: as many as any other has, the last of which may be empty."""
-        own = list(microbatches[self._copy :: self._num_copies])
-        most = -(-len(microbatches) // self._num_copies)
-        return own + [Microbatch(())] * (most - len(own))
+        return [
+            self._turn(microbatches[first : first + self._num_copies])
+            for first in range(0, len(microbatches), self._num_copies)
+        ]
+
+    def _turn(self, at_once: Sequence[Microbatch]) -> Turn:
+        """Of what all copies compute at a time, one microbatch each while there are any."""
+        of_copies = dict(enumerate(at_once))
+        nothing = Microbatch(())
+        mates = [of_copies.get(copy, nothing) for copy in self._mates]
+        return Turn.of(of_copies.get(self._copy, nothing), mates)
 
     def _must_recompute(self, microbatches: Sequence[Microbatch], lanes: Sequence[Lane]) -> bool:
         """The same on all ranks, which repeat the communication of a layer together."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,20 @@ from backends.training.lane import Lane
 from backends.training.megatron.model import MegatronModel
 from backends.training.megatron.vocabulary import DividedVocabulary
 from backends.training.microbatch import Row, losses, total
+
+
+class Turn(NamedTuple):
+    """What a rank computes at a time."""
+
+    microbatch: Microbatch
+    requests: list[int]
+    """All whose tokens may come to the experts of this rank, in order: those of the microbatch,
+    and of what the ranks that share experts with this one compute at the same time."""
+
+    @classmethod
+    def of(cls, own: Microbatch, mates: Sequence[Microbatch]) -> Turn:
+        """`mates` are the microbatches of all that share experts, this rank's own too."""
+        return cls(own, sorted({piece.request for mate in mates for piece in mate.pieces}))
 
 
 @dataclass(slots=True)
@@ -53,15 +67,15 @@ class Pipeline:
         self._recompute = recompute
         self._waiting: deque[_Forward] = deque()
 
-    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> None:
-        """At least one microbatch, as many on every rank. One without a datum keeps its ranks in
+    def run(self, turns: Sequence[Turn], *, backward: bool) -> None:
+        """At least one, as many on every rank. A microbatch without a datum keeps its ranks in
         step with others."""
         with torch.set_grad_enabled(backward):
             get_forward_backward_func()(
                 forward_step_func=self._step,
-                data_iterator=iter(microbatches),
+                data_iterator=iter(turns),
                 model=self._model.gpt,
-                num_microbatches=len(microbatches),
+                num_microbatches=len(turns),
                 # Sizes that do not matter where they vary.
                 seq_length=1,
                 micro_batch_size=1,
@@ -70,10 +84,10 @@ class Pipeline:
         self._collect()
         self._waiting.clear()
 
-    def _step(self, microbatches: Iterator[Microbatch], gpt: GPTModel) -> tuple[Tensor, Any]:
+    def _step(self, turns: Iterator[Turn], gpt: GPTModel) -> tuple[Tensor, Any]:
         """As Megatron wants it: what this stage gives, and what makes a loss of it."""
         self._collect()
-        model, forward = self._model, self._begin(next(microbatches))
+        model, forward = self._model, self._begin(next(turns))
         row = self._row(forward.microbatch)
         out = model.hidden(
             row.tokens,
@@ -87,11 +101,15 @@ class Pipeline:
             self._waiting.append(forward)
         return out, lambda hidden: self._loss(forward, row, hidden)
 
-    def _begin(self, microbatch: Microbatch) -> _Forward:
-        spans = [(span, self._lanes[span.request]) for span in microbatch.spans]
-        owners = [Owner(s.start, s.end, lane.adapter, lane.request.backward) for s, lane in spans]
-        parts = arranged(owners, self._model.dtype)
-        return _Forward(microbatch, [lane for _, lane in spans], parts)
+    def _begin(self, turn: Turn) -> _Forward:
+        rows = {span.request: (span.start, span.end) for span in turn.microbatch.spans}
+        lanes = [self._lanes[request] for request in turn.requests]
+        owners: list[Owner] = []
+        for request, lane in zip(turn.requests, lanes, strict=True):
+            here = owners[-1].end if owners else 0
+            start, end = rows.get(request, (here, here))
+            owners.append(Owner(start, end, lane.adapter, lane.request.backward))
+        return _Forward(turn.microbatch, lanes, arranged(owners, self._model.dtype))
 
     def _row(self, microbatch: Microbatch) -> Row:
         """Filled up by tokens that nobody looks at."""

@@ -1,4 +1,4 @@
-"""What a Megatron model is made of here: its own local layers, but for three of them.
+"""What a Megatron model is made of here: its own local layers, but for four of them.
 
 Shapes: T tokens of a packed row, H query heads, G key/value heads, D head size, E hidden size; of
 this rank.
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,10 +20,12 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from backends.batching.attention import AttentionPlan
+from backends.training.megatron.experts import Experts
 
 
 class RMSNorm(nn.Module):
@@ -94,16 +97,34 @@ def by_group(rows: Tensor, num_groups: int, num_heads: int) -> Tensor:
 
 def block_spec(config: GPTModelProvider) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage."""
-    layer = local_layer_spec(config)
+    sparse = is_sparse(config)
+    first = get_transformer_layer_offset(config)
+    own = sparse[first : first + get_num_layers_to_build(config)]
+    layers = [_layer(config, num_experts=config.num_moe_experts if s else None) for s in own]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def is_sparse(config: GPTModelProvider) -> list[bool]:
+    """Whether each layer of the model has experts in place of one MLP."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    assert isinstance(config.moe_layer_freq, list)
+    return [bool(sparse) for sparse in config.moe_layer_freq]
+
+
+def _layer(config: GPTModelProvider, num_experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
     parts = layer.submodules
+    if num_experts is not None:
+        parts.mlp.submodules.experts = ModuleSpec(module=Experts)
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.module = BlockwiseSelfAttention
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention.q_layernorm = attention.k_layernorm = norm
-    return _block(layer, get_num_layers_to_build(config))
-
-
-def _block(layer: ModuleSpec, num_layers: int) -> TransformerBlockSubmodules:
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return layer

@@ -8,7 +8,7 @@ import torch
 
 from backends.training.activations import Checkpointing
 from backends.training.divided import DividedRanks
-from backends.training.megatron.model import MegatronModel
+from backends.training.megatron.model import MegatronModel, RouterDtype
 from backends.training.megatron.parallel import Parallel
 from backends.training.megatron.passes import MegatronPasses
 from backends.training.trainer import Trainer
@@ -26,11 +26,12 @@ def load(
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
     sequence_parallel: bool = False,
+    moe_router_dtype: RouterDtype = "float32",
 ) -> Trainer:
     """In every process of the default group, whose backend is for `device`. Raises like
-    `MegatronModel.load`."""
+    `MegatronModel.load`, for whose experts `moe_router_dtype` is."""
     parallel = Parallel(tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel)
-    model = MegatronModel.load(path, dtype, device, parallel)
+    model = MegatronModel.load(path, dtype, device, parallel, moe_router_dtype)
     ranks = DividedRanks(model.shares)
     passes = MegatronPasses(model, ranks, max_tokens_per_microbatch, activation_checkpointing)
     return Trainer(model, passes, ranks, device_run_bytes)

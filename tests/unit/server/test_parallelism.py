@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def test_what_can_be(given: dict[str, Any]):
         ),
         ({**MEGATRON, "expert_parallel": 3}, ("expert_parallel 3", "8")),
         ({**MEGATRON, "pipeline_parallel": 4, "expert_parallel": 4}, ("expert_parallel 4", "2")),
+        ({**MEGATRON, "tensor_parallel": 4, "expert_parallel": 4}, ("expert_parallel 4", "2")),
         ({**MEGATRON, "sequence_parallel": True}, ("sequence_parallel", "tensor_parallel is 1")),
     ],
 )
@@ -95,6 +97,20 @@ def test_megatron_is_told_how_to_divide_the_model_and_runs_in_its_own_environmen
         "pipeline_parallel": 1,
         "expert_parallel": 1,
         "sequence_parallel": True,
+        "moe_router_dtype": "float32",
     }
     settings = Settings(models={"org/name": Path("m")}, trainer_python=Path("/other"), **given)
     assert assembly._ranks(settings, "org/name", 0).python == Path("/other")
+
+
+def test_experts_that_nobody_could_sample_from_are_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
+    given: dict[str, Any] = {"models": {"org/name": tmp_path}, **MEGATRON}
+    reason = assembly.refusal(Settings(**given))
+    assert reason == (
+        "org/name is a mixture of experts, which the embedded engine cannot sample from: "
+        "choose --engine vllm"
+    )
+    assert assembly.refusal(Settings(**given, engine="vllm")) is None
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    assert assembly.refusal(Settings(**given)) is None
