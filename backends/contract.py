@@ -411,6 +411,10 @@ class SamplingFleet(SamplingEngine, Protocol):
         """Why nothing can be generated for a request, be it here or yet to come."""
         ...
 
+    def frozen_samples(self) -> int:
+        """Those that are with replicas which have been told to generate nothing."""
+        ...
+
 
 class BackendError(Exception):
     """A backend broke as a whole: nothing is known about the calls in flight."""

@@ -131,7 +131,7 @@ class Service:
             **self._sampling_workers,
             **self._fleets,
         }
-        self._gates = assembly.gates(settings, self._backends)
+        self._gates = assembly.gates(settings, self._backends, self._frozen_samples)
         self._housekeeping: asyncio.Task[None] | None = None
         self.rooms = self._build_rooms(clock)
         self._clock = clock
@@ -235,7 +235,7 @@ class Service:
             audit=Audit(self._db, clock),
             traces=Traces(self._db, data / "traces", secret, clock),
             trainers=self._trainers,
-            replicas=Replicas(self._fleets, ledger.wake_all),
+            replicas=Replicas(self._fleets, self._replicas_changed),
             hold=self._hold,
             sampling_workers=self._sampling_status,
             operator_token=secrets.token_urlsafe(),
@@ -298,6 +298,16 @@ class Service:
                 gate.hold()
             else:
                 gate.let_go()
+
+    def _frozen_samples(self, model: str) -> int:
+        fleet = self._fleets.get(model)
+        return 0 if fleet is None else fleet.frozen_samples()
+
+    def _replicas_changed(self) -> None:
+        """Requests may have to wait, or not wait any more."""
+        self.rooms.ledger.wake_all()
+        for gate in self._gates.values():
+            gate.look_again()
 
     def _sampling_status(self) -> list[SamplingWorker]:
         return [

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from backends.contract import ModelInfo, SamplingFleet
 from backends.sampling.vllm.assemble import assemble
@@ -90,13 +91,16 @@ def vllm_fleet(settings: Settings, model: str, info: ModelInfo) -> SamplingFleet
     )
 
 
-def gates(settings: Settings, models: Iterable[str]) -> Mapping[str, Gate]:
-    """Before the engine of each base model."""
+def gates(
+    settings: Settings, models: Iterable[str], stuck: Callable[[str], int]
+) -> Mapping[str, Gate]:
+    """Before the engine of each base model, of whose samples so many are `stuck`."""
     at_once = SAMPLES_AT_ONCE
     if settings.engine == "vllm":
         at_once = settings.engine_max_num_seqs * _num_replicas(settings)
     room = settings.max_running_samples or 2 * at_once
-    return {name: Gate(room, tenant_weights(settings)) for name in models}
+    weights = tenant_weights(settings)
+    return {name: Gate(room, weights, partial(stuck, name)) for name in models}
 
 
 def limited(info: ModelInfo, settings: Settings) -> ModelInfo:

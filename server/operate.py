@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from server.live import LiveServer
 from server.settings import Settings
@@ -119,8 +119,11 @@ def trainer_table(rows: list[dict[str, Any]]) -> Table:
 
 def replica_table(rows: list[dict[str, Any]]) -> Table:
     """Replicas as `/operator/replicas` tells of them."""
-    columns = ("state", "load", "adapters", "restarts", "requests", "lost", "vLLM", "address")
-    shown = Table("replica", "base model", *columns, title="Replicas")
+    columns = ("load", "adapters", "restarts", "requests", "lost", "vLLM")
+    address = Column("address", overflow="fold")
+    # What the other commands are told: whole in a narrow window too.
+    name, state = Column("replica", no_wrap=True), Column("state", no_wrap=True)
+    shown = Table(name, "base model", state, *columns, address, title="Replicas")
     for row in rows:
         restarts = max(row["generation"] - 1, 0)
         counts = (row["load"], len(row["adapters"]), restarts, row["requests"])

@@ -51,10 +51,11 @@ class FairQueue:
         self._waiting.setdefault(entry.tenant, {})[entry] = None
         self._served.set_active(self._waiting)
 
-    def admit(self) -> list[Entry]:
-        """Those that go in now, in their order."""
+    def admit(self, stuck: int = 0) -> list[Entry]:
+        """Those that go in now, in their order. `stuck` of what is inside does not count: it
+        needs no room until it moves again."""
         admitted = []
-        while self._waiting and self._size_inside < self._room:
+        while self._waiting and self._size_inside < self._room + stuck:
             tenant = min(self._waiting, key=self._level)
             entry = next(iter(self._waiting[tenant]))
             self._forget(entry)

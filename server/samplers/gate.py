@@ -7,7 +7,7 @@ and who goes next is decided here, by fair share between tenants.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 
 from backends.contract import Failure, SampleDelta, SampleRequest, SampleResult, SamplingEngine
@@ -40,8 +40,15 @@ class Turn:
 class Gate:
     """Of one base model."""
 
-    def __init__(self, room: int, weights: Mapping[TenantId, float]) -> None:
-        """`room` is how many samples may be with the engine at once."""
+    def __init__(
+        self,
+        room: int,
+        weights: Mapping[TenantId, float],
+        stuck: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`room` is how many samples may be with the engine at once, beside those that are `stuck`
+        there: frozen by an operator, they would keep the others out."""
+        self._stuck = stuck
         self._queue = FairQueue(room, weights)
         self._doors: dict[Entry, asyncio.Future[None]] = {}
         self._waiting: dict[str, Entry] = {}
@@ -54,6 +61,10 @@ class Gate:
 
     def let_go(self) -> None:
         self._held = False
+        self._let_in()
+
+    def look_again(self) -> None:
+        """What is stuck may have changed."""
         self._let_in()
 
     @asynccontextmanager
@@ -92,7 +103,7 @@ class Gate:
     def _let_in(self) -> None:
         if self._held:
             return
-        for entry in self._queue.admit():
+        for entry in self._queue.admit(self._stuck()):
             # Whoever has been cancelled, and not noticed yet, leaves as soon as it does.
             if not self._doors[entry].done():
                 self._doors[entry].set_result(None)

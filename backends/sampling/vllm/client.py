@@ -177,6 +177,11 @@ class ReplicaClient:
                 yield response
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ReplicaLost(f"{self.url}: {error!r}") from error
+        except RuntimeError as error:
+            # What aiohttp says of a call that begins after `close`.
+            if not self._session.closed:
+                raise
+            raise ReplicaLost(f"{self.url} was given up") from error
 
     @asynccontextmanager
     async def _until_closed(self) -> AsyncGenerator[None]:

@@ -116,6 +116,9 @@ class VllmEngine:
             return self.fleet.closed()
         return f"{replica.name} is paused" if replica.frozen else None
 
+    def frozen_samples(self) -> int:
+        return sum(replica.load for replica in self.fleet.replicas if replica.frozen)
+
     def _begin(self, request: SampleRequest, on_delta: OnDelta | None) -> asyncio.Task[Outcome]:
         asked = _Asked(request)
         task = asyncio.create_task(self._run(asked, on_delta))

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,9 @@ _PLUGIN = "hearth-vllm-cpu-lora"
 _HEALTH_EVERY_S = 1.0
 _START_S = 1800.0
 """Large models are read from slow disks."""
+_WATCH_EVERY_S = 10.0
+_SILENT_S = 60.0
+"""A server that answers nothing for so long hangs, however busy the machine is."""
 _STOP_S = 15.0
 _LAST_BYTES = 32_768
 """How much of its log tells why a server ended: traces of several processes."""
@@ -81,7 +85,23 @@ class LocalServer:
         return self._process.pid
 
     async def wait_gone(self) -> str:
-        """Returns why, when the server has ended by itself."""
+        """Returns why, when the server has ended by itself, or hangs."""
+        ended = asyncio.create_task(self._wait_ended())
+        client = ReplicaClient(self.url)
+        heard_at = time.monotonic()
+        try:
+            while time.monotonic() - heard_at < _SILENT_S:
+                await asyncio.wait([ended], timeout=_WATCH_EVERY_S)
+                if ended.done():
+                    return ended.result()
+                if await client.healthy():
+                    heard_at = time.monotonic()
+            return f"vLLM has answered nothing for {_SILENT_S:.0f} s"
+        finally:
+            ended.cancel()
+            await client.close()
+
+    async def _wait_ended(self) -> str:
         code = await self._process.wait()
         return f"vLLM ended with code {code}: {_why(self._log)}"
 
@@ -98,7 +118,7 @@ class LocalServer:
 
     async def _wait_ready(self) -> None:
         client = ReplicaClient(self.url)
-        gone = asyncio.create_task(self.wait_gone())
+        gone = asyncio.create_task(self._wait_ended())
         try:
             while not await client.healthy():
                 await asyncio.wait([gone], timeout=_HEALTH_EVERY_S)

@@ -61,6 +61,26 @@ async def test_only_so_many_are_in_and_the_next_is_another_tenants():
     assert visitors.entered == ["a0", "a1", "b", "a2", "a3", "a4"]
 
 
+async def test_what_is_stuck_inside_keeps_nobody_out():
+    stuck = 0
+    gate = Gate(1, {}, lambda: stuck)
+    visitors = Visitors(gate)
+    tasks = [visitors.send(A, "frozen"), visitors.send(A, "a1"), visitors.send(A, "a2")]
+    await settle()
+    assert visitors.entered == ["frozen"]
+    stuck = 1
+    gate.look_again()
+    await settle()
+    assert visitors.entered == ["frozen", "a1"]
+    stuck = 0
+    visitors.let_out("a1")
+    await settle()
+    assert visitors.entered == ["frozen", "a1"], "it moves again, and counts"
+    visitors.let_out("frozen")
+    visitors.let_out("a2")
+    await asyncio.gather(*tasks)
+
+
 @pytest.mark.parametrize("victim", ["a0", "a1"])
 async def test_who_is_cancelled_inside_or_outside_makes_room_for_the_next(victim: str):
     visitors = Visitors(Gate(1, {}))

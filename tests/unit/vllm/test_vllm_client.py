@@ -58,3 +58,10 @@ async def test_a_call_under_way_ends_when_its_client_is_closed(client: ReplicaCl
     await client.close()
     with pytest.raises(ReplicaLost):
         await calling
+
+
+async def test_a_call_that_comes_after_the_end_finds_the_replica_lost():
+    client = ReplicaClient("http://127.0.0.1:9")
+    await client.close()
+    with pytest.raises(ReplicaLost, match="was given up"):
+        await client.unload_adapter("name")

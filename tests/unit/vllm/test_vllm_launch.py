@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.sampling.vllm import assemble, guard
+from backends.sampling.vllm import assemble, client, guard, process
 from backends.sampling.vllm.launch import (
     LaunchSettings,
     command,
@@ -18,7 +19,8 @@ from backends.sampling.vllm.launch import (
     environment,
     lora_rank_limit,
 )
-from backends.sampling.vllm.process import reserved_port
+from backends.sampling.vllm.process import LocalServer, reserved_port
+from backends.workers.subprocess import Log
 from tests.tiny_models import tiny_llama, with_tokenizer
 
 
@@ -119,3 +121,27 @@ def test_a_servers_end_and_its_signals_are_passed_on():
         process.stdout.readline()
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
+
+
+async def _server(tmp_path: Path, url: str) -> LocalServer:
+    """A process that does nothing, said to answer at `url`."""
+    process = await asyncio.create_subprocess_exec("sleep", "60", process_group=0)
+    return LocalServer(process, url, Log(tmp_path / "log"))
+
+
+async def test_a_server_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It takes connections, as a stopped process does, and never answers."""
+    monkeypatch.setattr(process, "_SILENT_S", 0.2)
+    monkeypatch.setattr(process, "_WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr(client, "_HEALTH_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = await _server(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "has answered nothing" in await server.wait_gone()
+        await server.stop()
+
+
+async def test_a_server_that_ends_is_told_of_at_once(tmp_path: Path):
+    server = await _server(tmp_path, "http://127.0.0.1:9")
+    os.kill(server.pid, signal.SIGKILL)
+    assert "ended with code -9" in await asyncio.wait_for(server.wait_gone(), 5)
+    await server.stop()
