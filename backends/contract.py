@@ -201,6 +201,8 @@ class RunMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
+    """Of all processes of a trainer together."""
+
     base_model: int
     """Bytes of the frozen weights."""
     runs: dict[str, RunMemory]

@@ -343,8 +343,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        starting = asyncio.create_task(service.start())
+        loop = asyncio.get_running_loop()
+        # A signal interrupts whatever is under way; the loop must be woken up for it.
+        app.state.interrupt_start = lambda: loop.call_soon_threadsafe(starting.cancel)
         try:
-            await service.start()
+            await _completed(starting)
         except (BackendError, StartRefused, CommandError) as error:
             app.state.failure = error
             await service.stop()
@@ -358,6 +362,7 @@ def create_app(
     app = FastAPI(title="Hearth", lifespan=lifespan)
     app.state.rooms = service.rooms
     app.state.failure = None
+    app.state.interrupt_start = lambda: None
     errors.install(app)
     for part in _ROUTES:
         app.include_router(part.router, prefix="/api/v1")
@@ -378,6 +383,14 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+async def _completed(starting: asyncio.Task[None]) -> None:
+    """Raises StartRefused when somebody has cancelled it."""
+    try:
+        await starting
+    except asyncio.CancelledError:
+        raise StartRefused("stopped before it was ready") from None
 
 
 async def _started(groups: Sequence[Backend]) -> ModelInfo:

@@ -105,8 +105,9 @@ def maintenance(switch: Switch, data: Data = None) -> None:
 
 def trainer_table(rows: list[dict[str, Any]]) -> Table:
     """Trainer groups as `/operator/trainers` tells of them."""
-    columns = ("state", "runs", "waiting requests", "arrivals", "restarts", "ticks", "tokens")
-    shown = Table("trainer", "base model", *columns, title="Trainers")
+    columns = ("runs", "waiting", "arrivals", "restarts", "ticks", "tokens")
+    name, state = Column("trainer", no_wrap=True), Column("state", no_wrap=True)
+    shown = Table(name, "base model", state, *columns, title="Trainers")
     for row in rows:
         restarts = max(row["generation"] - 1, 0)
         counts = (len(row["runs"]), row["waiting"], row["arrivals"], restarts)

@@ -28,7 +28,9 @@ class _Server(uvicorn.Server):
     """Tells the rooms of Ctrl-C at once, so that nobody's long-poll holds up the shutdown."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.config.app.state.rooms.drain()  # pyrefly: ignore[missing-attribute]
+        state = self.config.app.state  # pyrefly: ignore[missing-attribute]
+        state.rooms.drain()
+        state.interrupt_start()
         super().handle_exit(sig, frame)
 
 

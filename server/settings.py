@@ -184,9 +184,9 @@ class Settings(BaseSettings):
     """Share of the computing that a tenant gets when others want it too; 1 where none is given."""
 
     run_memory_bytes: int = Field(default_factory=lambda: _machine_memory() // 2, ge=2**20)
-    """Memory for adapters, gradients and optimizer states, an equal part for each trainer group; of
-    what is more, the runs that were idle longest go to disk until they are asked for. By default
-    half of the machine's."""
+    """Memory for adapters, gradients and optimizer states, an equal part for each trainer group,
+    whose ranks count together; of what is more, the runs that were idle longest go to disk until
+    they are asked for. By default half of the machine's."""
 
     max_waiting_training_bytes: int = Field(default=2**30, ge=1)
     """Training data one tenant may have waiting; whoever sends more is told to come back (429)."""

@@ -1,13 +1,13 @@
 """Whether a microbatch keeps its activations for backward, or only the inputs of the layers.
 
-Keeping them is faster, so they are kept for as long as they fit: `auto` measures once what a token
+Keeping them is faster, so they are kept for as long as they fit: `auto` measures what a token
 takes, and compares with the memory that is free before each microbatch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -56,13 +56,20 @@ class Activations:
     def __init__(self, model: Layers, checkpointing: Checkpointing) -> None:
         self._model = model
         self._checkpointing = checkpointing
-        self._bytes_per_token: float | None = None
+        self._bytes_per_token: dict[frozenset[str], float] = {}
+        """By the modules that are trained: what comes before the first of them keeps nothing."""
 
-    def measure(self, adapter: Adapter) -> None:
-        """Find out what a token takes, once, with the first adapter that is trained."""
-        if self._checkpointing == "auto" and self._bytes_per_token is None:
-            self._bytes_per_token = bytes_per_token(self._model, adapter)
-            _log.info("activations take %.0f kB a token", self._bytes_per_token / 1000)
+    def measure(self, adapters: Iterable[Adapter]) -> None:
+        """Find out what a token takes, once for each choice of layers that is trained. Ranks that
+        compute together must all be told of the same."""
+        if self._checkpointing != "auto":
+            return
+        for adapter in adapters:
+            modules = frozenset(adapter.layout.names)
+            if modules not in self._bytes_per_token:
+                found = bytes_per_token(self._model, adapter)
+                self._bytes_per_token[modules] = found
+                _log.info("activations take %.0f kB a token", found / 1000)
 
     def tries(self, microbatch: Microbatch) -> tuple[bool, ...]:
         """Whether to recompute layers: first, and then whenever memory ran out before. For `auto`
@@ -75,8 +82,8 @@ class Activations:
         """Whether those of so many tokens may be kept. As for `tries`."""
         if self._checkpointing != "auto":
             return self._checkpointing == "off"
-        assert self._bytes_per_token is not None
-        return not too_large(num_tokens * self._bytes_per_token, free_bytes(self._model.device))
+        needed = num_tokens * max(self._bytes_per_token.values())
+        return not too_large(needed, free_bytes(self._model.device))
 
 
 def too_large(needed: float, free: float) -> bool:

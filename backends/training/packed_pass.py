@@ -45,10 +45,8 @@ class PackedPass:
             self._run(microbatch)
 
     def measure(self) -> None:
-        """What the first lane that trains says of the memory that activations take."""
-        trained = next((lane.adapter for lane in self._lanes if lane.request.backward), None)
-        if trained is not None:
-            self._activations.measure(trained)
+        """What is trained says how much memory activations take."""
+        self._activations.measure(lane.adapter for lane in self._lanes if lane.request.backward)
 
     def shape(self) -> tuple[list[list[int]], list[bool]]:
         """Of each lane: the lengths of its datums in tokens, and whether it wants gradients."""

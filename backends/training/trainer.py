@@ -20,6 +20,7 @@ from backends.contract import (
     ModelInfo,
     OptimStep,
     PassOutcome,
+    RunMemory,
     StepResult,
 )
 from backends.lora.adapter import Target, fresh_adapter, trained_targets
@@ -147,10 +148,12 @@ class Trainer:
         self._slots.use([run])
 
     def memory(self) -> MemoryReport:
-        return MemoryReport(
+        """Of all ranks together."""
+        own = MemoryReport(
             base_model=self._model.num_bytes,
             runs={run: state.memory(self._model.device) for run, state in self._runs.items()},
         )
+        return _together(self._ranks.exchange(own))
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[StepResult | Failure]:
         """Step the runs together, no run twice."""
@@ -195,6 +198,20 @@ class Trainer:
             return Lane(request, self._runs[request.run])
         except LossRefusedError as error:
             return Failure(message=f"custom loss: {error}", category="user")
+
+
+def _together(reports: Sequence[MemoryReport]) -> MemoryReport:
+    """Of one trainer, whose ranks all have something of each run."""
+    runs = {
+        run: RunMemory(
+            weights=sum(report.runs[run].weights for report in reports),
+            moments=sum(report.runs[run].moments for report in reports),
+            gradient=sum(report.runs[run].gradient for report in reports),
+            on_device=memory.on_device,
+        )
+        for run, memory in reports[0].runs.items()
+    }
+    return MemoryReport(base_model=sum(report.base_model for report in reports), runs=runs)
 
 
 def _refuse_what_follows_a_part(requests: Sequence[ForwardBackward]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 
 from backends.contract import BackendError
-from backends.workers.messages import READY_CALL, Call, Progressed, Reply
+from backends.workers.messages import READY_CALL, Broke, Call, Progressed, Reply
 from backends.workers.wire import HEADER, Decoder, MalformedFrameError, Part, encode, new_body
 
 
@@ -36,7 +36,9 @@ class Connection:
 
     async def ready(self) -> None:
         """Returns when the worker says that it is. Raises BackendError when it never will."""
-        await self._ready
+        reply = await self._ready
+        if isinstance(reply, Broke):
+            raise BackendError(reply.message)
 
     async def call(self, call: Call) -> Reply:
         """Raises BackendError when the connection ends before the reply."""

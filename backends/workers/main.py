@@ -17,14 +17,14 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from backends.model import FrozenModel
+from backends.model import FrozenModel, UnsupportedModelError
 from backends.sampling.embedded import EmbeddedEngine
 from backends.sampling.stops import Decoder
 from backends.training.activations import Checkpointing
 from backends.training.local import local_trainer
 from backends.training.trainer import Trainer
 from backends.workers.compute import Compute, Inbox
-from backends.workers.messages import READY_CALL, Ready
+from backends.workers.messages import READY_CALL, Broke, Ready
 from backends.workers.process import DTYPES, Connection, begin, device_named
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,11 @@ def main() -> None:
     inbox: Inbox = SimpleQueue()
     connection = Connection(arguments.fd, inbox.put)
     torch.set_num_threads(arguments.threads)
-    trainer, engine = load(arguments)
+    try:
+        trainer, engine = load(arguments)
+    except UnsupportedModelError as error:
+        connection.send(READY_CALL, Broke(str(error)))
+        return
     connection.send(READY_CALL, Ready())
     Compute(trainer, engine, connection.send).run(inbox)
     _log.info("stopped")

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import logging
 import time
+from datetime import timedelta
 from queue import SimpleQueue
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from backends.model import UnsupportedModelError
 from backends.training.trainer import Trainer
 from backends.workers.messages import (
     READY_CALL,
@@ -33,6 +35,10 @@ from backends.workers.process import DTYPES, Connection, begin, device_named, ex
 from backends.workers.training_calls import units
 
 _log = logging.getLogger(__name__)
+
+_SILENCE = timedelta(minutes=10)
+"""A rank that others wait for in a collective for so long hangs: their call breaks, and the group
+ends. Loading, where some read more than others, must fit in it."""
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True):
@@ -84,6 +90,7 @@ class Rank:
             store=dist.TCPStore(*place.store, is_master=False),
             rank=place.rank,
             world_size=spec.world_size,
+            timeout=_SILENCE,
         )
         self._leads = place.rank == 0
         self._trainer = _load(spec, device)
@@ -109,6 +116,14 @@ class Rank:
                 return end.value
 
 
+def loaded(spec: TrainerSpec, place: Place) -> Rank | Broke:
+    """The rank, or why the model cannot be divided as it was said: the same on all of them."""
+    try:
+        return Rank(spec, place)
+    except UnsupportedModelError as error:
+        return Broke(str(error))
+
+
 def _load(spec: TrainerSpec, device: torch.device) -> Trainer:
     return importlib.import_module(spec.trainer).load(
         spec.model,
@@ -130,12 +145,12 @@ def main() -> None:
     begin("worker")
     inbox: SimpleQueue[tuple[int, Call]] = SimpleQueue()
     connection = Connection(arguments.fd, inbox.put)
-    rank = Rank(
+    rank = loaded(
         msgspec.json.decode(arguments.spec, type=TrainerSpec),
         msgspec.json.decode(arguments.place, type=Place),
     )
-    connection.send(READY_CALL, Ready())
-    while True:
+    connection.send(READY_CALL, rank if isinstance(rank, Broke) else Ready())
+    while isinstance(rank, Rank):
         _answer(rank, connection, *inbox.get())
 
 

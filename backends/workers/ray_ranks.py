@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -24,13 +25,14 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.workers.coordinator import GroupLostError
-from backends.workers.messages import READY_CALL, Call, Ready, Reply
+from backends.workers.messages import READY_CALL, Broke, Call, Ready, Reply
 from backends.workers.process import begin
-from backends.workers.rank import Place, Rank, TrainerSpec
+from backends.workers.rank import Place, TrainerSpec, loaded
 from backends.workers.rank_events import Answered, Events, Lost, meeting_place
 from backends.workers.wire import Decoder, packed, unpacked
 
 _LOOPBACK = "127.0.0.1"
+_KNOCK_S = 10.0
 _ROOM_S = 60.0
 """How long a cluster may take to find room for the ranks."""
 
@@ -91,7 +93,10 @@ class RankActor:
         return f"rank {self._place.rank}"
 
     def load(self) -> np.ndarray:
-        self._rank = Rank(self._spec, self._place)
+        rank = loaded(self._spec, self._place)
+        if isinstance(rank, Broke):
+            return packed(READY_CALL, rank)
+        self._rank = rank
         return packed(READY_CALL, Ready())
 
     def answer(self, frame: np.ndarray) -> np.ndarray:
@@ -112,7 +117,18 @@ def _join(address: str, spec: TrainerSpec) -> None:
             "include_dashboard": False,
             "_node_ip_address": _LOOPBACK,
         }
+    elif address != "auto":
+        _knock(address)
     ray.init(address, logging_level=logging.WARNING, runtime_env=_environment(spec), **options)
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for ever. Raises GroupLostError."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+    except (OSError, ValueError) as error:
+        raise GroupLostError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def _environment(spec: TrainerSpec) -> dict[str, Any]:

@@ -180,9 +180,26 @@ def test_what_the_ranks_say_is_in_the_workers_log(divided: RunningServer) -> Non
         assert any(line.startswith(f"rank {rank}: ") for line in log.splitlines())
 
 
-def test_a_world_that_cannot_be_is_refused_at_once(tmp_path: Path, model_path: Path) -> None:
-    server = RunningServer(tmp_path / "data", {MODEL: model_path}, options=("--world-size", "2"))
-    with pytest.raises(AssertionError, match="trainer_world_size is 2, but trainer local is one"):
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--world-size 2", "hearth: trainer_world_size is 2, but trainer local is one"),
+        (
+            "--trainer fsdp --world-size 2 --ray 127.0.0.1:1",
+            r"hearth: .*no Ray cluster answers at 127.0.0.1:1: .* refused",
+        ),
+        pytest.param(
+            "--trainer megatron --world-size 4 --tensor-parallel 4",
+            "hearth: llama: num_key_value_heads = 2 cannot be divided among 4 ranks",
+            marks=pytest.mark.megatron,
+        ),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused_in_one_sentence(
+    tmp_path: Path, model_path: Path, options: str, why: str
+) -> None:
+    server = RunningServer(tmp_path / "data", {MODEL: model_path}, options=options.split())
+    with pytest.raises(AssertionError, match=why):
         server.start()
 
 

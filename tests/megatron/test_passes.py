@@ -24,7 +24,7 @@ from tests.megatron.material import (
     run_all,
     run_good,
 )
-from tests.unit.backends.material import assert_close, sft, trained_adapter
+from tests.unit.backends.material import assert_close, sft, spec, trained_adapter
 
 
 @pytest.fixture
@@ -62,6 +62,22 @@ def test_a_pass_of_many_adapters_gives_what_each_would_alone_in_peft(
             np.testing.assert_allclose(output["logprobs"], row, rtol=1e-5, atol=1e-5)
         if request.backward:
             assert_close(gradient(group, request.run, tmp_path / "g"), gradients, relative=2e-5)
+
+
+@only_llama
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_alone_trains_whatever_its_adapter_changes(
+    group, base, adapters, start, layout, tmp_path
+):
+    """The head alone, too, before which no layer wants a gradient."""
+    start(layout)
+    group.call("create", "head", spec(rank=4, seed=9, groups="unembed"))
+    group.call("save", "head", tmp_path / "head", "adapter")
+    for run, folder in {**adapters, "head": tmp_path / "head"}.items():
+        request = sft(run, [9, 5], seed=3)
+        run_good(group, request)
+        _, gradients = expected_alone(base, folder, request)
+        assert_close(gradient(group, run, tmp_path / "g"), gradients, relative=2e-5)
 
 
 @only_llama

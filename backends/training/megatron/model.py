@@ -64,7 +64,6 @@ class MegatronModel:
         )
         self.gpt.requires_grad_(False).eval()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self._shares_experts = provider.expert_model_parallel_size > 1
         self._fused = self._all_fused()
         self._adapt()
         self._recompute = Recompute(self.gpt.decoder.layers, self._segments)
@@ -183,8 +182,10 @@ class MegatronModel:
         gpt, start = self.gpt, None
         if gpt.pre_process:
             start = gpt.embedding(input_ids=tokens[None], position_ids=positions[None])
-            if self._shares_experts and torch.is_grad_enabled():
-                # Whether its own adapters want it or not: others wait for what comes back.
+            if torch.is_grad_enabled():
+                # The backward goes through all layers, whichever have adapters: other ranks may
+                # wait for what experts send back, and by what reaches a stage's end the pipeline
+                # knows that a microbatch is over.
                 start.requires_grad_()
         with current(self._segments, segments), self._recompute.turned(recompute):
             out = gpt.decoder(

@@ -86,10 +86,9 @@ class MegatronPasses:
 
     def _must_recompute(self, microbatches: Sequence[Microbatch], lanes: Sequence[Lane]) -> bool:
         """The same on all ranks, which repeat the communication of a layer together."""
-        trained = next(lane for lane in lanes if lane.request.backward)
         num_kept = min(len(microbatches), self._num_stages)
         largest = max(microbatch.num_tokens for microbatch in microbatches)
-        self._activations.measure(trained.adapter)
+        self._activations.measure(lane.adapter for lane in lanes if lane.request.backward)
         fit = self._activations.fit(num_kept * largest)
         return not all(self._ranks.exchange(fit))
 

@@ -26,6 +26,7 @@ def test_ranks_together_train_as_one_process(
     )
     assert told.failure == expected.failure
     assert sum(told.base_bytes) == load_model(model_path).num_bytes
+    assert told.memory == world_size * expected.memory, "every rank has the whole run"
     assert max(told.base_bytes) <= 1.1 * min(told.base_bytes)
     for run in RUNS:
         np.testing.assert_allclose(told.losses[run], expected.losses[run], rtol=1e-4)

@@ -46,6 +46,8 @@ class Told(msgspec.Struct):
     failure: str
     base_bytes: list[int]
     """Of the base model, by rank."""
+    memory: int = 0
+    """Of one run, on all ranks."""
 
 
 def play(trainer: Trainer, folder: Path) -> Told:
@@ -69,6 +71,7 @@ def play(trainer: Trainer, folder: Path) -> Told:
     run_good(trainer, *_requests(NUM_STEPS))
     for run in RUNS:
         trainer.save(run, folder / run, "snapshot")
+    told.memory = trainer.memory().runs["small"].total
     return told
 
 
@@ -141,7 +144,7 @@ def _rank(
         **options,
     )
     told = play(trainer, folder)
-    told.base_bytes = trainer._ranks.exchange(trainer.memory().base_model)
+    told.base_bytes = trainer._ranks.exchange(trainer._model.num_bytes)
     if rank == 0:
         (folder / "told.json").write_bytes(msgspec.json.encode(told))
     dist.destroy_process_group()

@@ -233,6 +233,23 @@ async def test_a_model_that_cannot_be_loaded_is_told_by_the_app(
     assert str(app.state.failure) == "no such model"
 
 
+async def test_a_start_that_takes_too_long_can_be_interrupted(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    backend = FakeBackend()
+
+    async def hang() -> Any:
+        app.state.interrupt_start()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(backend, "describe", hang)
+    app = create_app(Settings(data=data, models={}), backends={MODEL: [backend]})
+    with pytest.raises(StartRefused, match="stopped before it was ready"):
+        async with app.router.lifespan_context(app):
+            raise AssertionError("it must not start")
+    assert str(app.state.failure) == "stopped before it was ready"
+
+
 async def test_housekeeping_goes_on_after_a_bad_moment(data: Path, monkeypatch: pytest.MonkeyPatch):
     service = new_service(data, {MODEL: FakeBackend()})
     await service.start()
