@@ -35,11 +35,15 @@ def assert_as_planned(group, base: Path, layout: dict[str, Any]) -> None:
     group.call("start", base, layout, MAX_TOKENS)
     for groups in ("attn", "mlp", "attn mlp unembed"):
         group.call("create", "a", spec(rank=3, groups=groups))
-        found = group.call("memory")
-        for stage, memory in zip(stages_of_ranks(shape, layout), found, strict=True):
-            numbers = adapter_numbers(shape, 3, groups.split(), stage)
-            assert memory.runs["a"].weights == 4 * numbers
-            assert memory.base_model == 4 * base_parameters(shape, stage)
+        found = group.call("memory", "a")
+        for stage, (base_model, weights, _) in zip(
+            stages_of_ranks(shape, layout), found, strict=True
+        ):
+            assert weights == 4 * adapter_numbers(shape, 3, groups.split(), stage)
+            assert base_model == 4 * base_parameters(shape, stage)
+        for _, _, report in found:
+            assert report.base_model == sum(base_model for base_model, _, _ in found)
+            assert report.runs["a"].weights == sum(weights for _, weights, _ in found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

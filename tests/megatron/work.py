@@ -78,8 +78,12 @@ def targets() -> tuple[Target, ...]:
     return _trainers[0]._model.targets
 
 
-def memory() -> MemoryReport:
-    return _trainers[0].memory()
+def memory(run: str) -> tuple[int, int, MemoryReport]:
+    """Bytes of the base model and of the run's weights on this rank, and what is reported of all
+    ranks."""
+    trainer = _trainers[0]
+    own = trainer._runs[run].memory(trainer._model.device)
+    return trainer._model.num_bytes, own.weights, trainer.memory()
 
 
 def router_logits(hidden: Tensor) -> Tensor:
