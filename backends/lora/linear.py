@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from backends.lora.gradient import PartGradient
 from backends.lora.parts import Bounds, Owner, Part
 from backends.lora.product import product
 
+_ALL = slice(None)
 _ANCHOR = torch.zeros((), requires_grad=True)
 """Makes autograd record a layer whose input needs no gradient, for the sake of the adapters'
 gradients, which it does not see. Never gets one itself."""
@@ -92,7 +93,15 @@ def anchor(parts: Sequence[Part]) -> Tensor | None:
     return _ANCHOR if any(part.gradient is not None for part in parts) else None
 
 
-class _SegmentedLinear(torch.autograd.Function):
+class Branch(NamedTuple):
+    """The low-rank product of a part, and the output columns that it is added to."""
+
+    module: str
+    columns: slice
+    part: Part
+
+
+class BranchedLinear(torch.autograd.Function):
     """Saves the input and the [T, R] products only."""
 
     @staticmethod
@@ -101,13 +110,12 @@ class _SegmentedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        module: str,
-        parts: Sequence[Part],
+        branches: Sequence[Branch],
         anchor: Tensor | None,
     ) -> Tensor:
         y = product(x, weight, bias)
-        lows = [part.add_product(module, x, y) for part in parts]
-        ctx.module, ctx.parts = module, parts
+        lows = [b.part.add_product(b.module, x, y[:, b.columns]) for b in branches]
+        ctx.branches = branches
         ctx.save_for_backward(x, weight, *lows)
         return y
 
@@ -116,9 +124,9 @@ class _SegmentedLinear(torch.autograd.Function):
         (grad_y,) = grads
         x, weight, *lows = ctx.saved_tensors
         grad_x = product(grad_y, weight.t()) if ctx.needs_input_grad[0] else None
-        for part, low in zip(ctx.parts, lows, strict=True):
-            part.add_gradient(ctx.module, x, grad_y, low, grad_x)
-        return (grad_x, None, None, None, None, None)
+        for b, low in zip(ctx.branches, lows, strict=True):
+            b.part.add_gradient(b.module, x, grad_y[:, b.columns], low, grad_x)
+        return (grad_x, None, None, None, None)
 
 
 class MultiLoRALinear(nn.Module):
@@ -133,7 +141,6 @@ class MultiLoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x[1, T, I] -> [1, T, O]"""
         parts = self.segments.parts(self.name)
-        y = _SegmentedLinear.apply(
-            x[0], self.base.weight, self.base.bias, self.name, parts, anchor(parts)
-        )
+        branches = [Branch(self.name, _ALL, part) for part in parts]
+        y = BranchedLinear.apply(x[0], self.base.weight, self.base.bias, branches, anchor(parts))
         return y[None]

@@ -12,9 +12,7 @@ Shapes: T tokens, I inputs and O outputs of this rank, R rank of a part's adapte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -24,45 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from backends.lora.linear import Segments, anchor
-from backends.lora.parts import Part
-from backends.lora.product import product
-
-
-class _Branch(NamedTuple):
-    """What is added to some of the output columns."""
-
-    module: str
-    columns: slice
-    part: Part
-
-
-class _BranchedLinear(torch.autograd.Function):
-    """Saves the input and the [T, R] products only."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        branches: Sequence[_Branch],
-        anchor: Tensor | None,
-    ) -> Tensor:
-        y = product(x, weight, bias)
-        lows = [b.part.add_product(b.module, x, y[:, b.columns]) for b in branches]
-        ctx.branches = branches
-        ctx.save_for_backward(x, weight, *lows)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_y,) = grads
-        x, weight, *lows = ctx.saved_tensors
-        grad_x = product(grad_y, weight.t()) if ctx.needs_input_grad[0] else None
-        for b, low in zip(ctx.branches, lows, strict=True):
-            b.part.add_gradient(b.module, x, grad_y[:, b.columns], low, grad_x)
-        return (grad_x, None, None, None, None)
+from backends.lora.linear import Branch, BranchedLinear, Segments, anchor
 
 
 class Branches:
@@ -79,12 +39,12 @@ class Branches:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x[..., I] -> [..., O]"""
         branches = [
-            _Branch(module, columns, part)
+            Branch(module, columns, part)
             for module, columns in self._columns.items()
             for part in self._segments.parts(module)
         ]
         seen = anchor([branch.part for branch in branches])
-        y = _BranchedLinear.apply(x.flatten(0, -2), weight, bias, branches, seen)
+        y = BranchedLinear.apply(x.flatten(0, -2), weight, bias, branches, seen)
         return y.unflatten(0, x.shape[:-1])
 
 
