@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends.contract import ForwardBackward, LossResult, PassOutcome
+from backends.contract import Failure, ForwardBackward, LossResult, PassOutcome
 from tests.megatron.group import Group, first
-from tests.unit.backends.material import sft, spec
+from tests.unit.backends.material import assert_close, sft, spec
 from tests.unit.backends.oracle import logprobs, peft_model, trainable
 
 _SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -74,3 +74,25 @@ def expected_alone(
     loss.backward()
     gradients = {name: p.grad for name, p in trainable(model).items() if p.grad is not None}
     return [row.detach() for row in rows], gradients
+
+
+def assert_nan_stays_with_its_run(
+    group: Group, start: Callable[[], None], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Run b gets weights that are not numbers: it fails, and the others are as without it. `start`
+    makes a trainer that has the adapters."""
+    start()
+    run_good(group, *(request for request in REQUESTS if request.run != "b"))
+    expected = {run: gradient(group, run, tmp_path / "g") for run in "acd"}
+    start()
+    file = adapters["b"] / "adapter_model.safetensors"
+    save_file({name: t.fill_(torch.nan) for name, t in load_file(file).items()}, file)
+    group.call("load", "b", adapters["b"], "adapter")
+    results = dict(zip("abcde", run_all(group, REQUESTS), strict=True))
+    failure = results.pop("b")
+    assert isinstance(failure, Failure)
+    assert failure.message.startswith("datum 0: the logprob at position 0 is nan")
+    assert all(isinstance(result, LossResult) for result in results.values())
+    assert gradient(group, "b", tmp_path / "g") == {}
+    for run, wanted in expected.items():
+        assert_close(gradient(group, run, tmp_path / "g"), wanted, relative=1e-6)

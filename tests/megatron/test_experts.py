@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from backends.contract import Failure, ForwardBackward, LossResult, OptimStep
+from backends.contract import ForwardBackward, OptimStep
 from backends.lora.adapter import UNEMBED, Adapter, LoRAPair, Target, fresh_adapter
 from backends.lora.peft_folder import save_adapter
 from tests.megatron.group import first
@@ -20,9 +20,9 @@ from tests.megatron.material import (
     MAX_TOKENS,
     REQUESTS,
     SPECS,
+    assert_nan_stays_with_its_run,
     expected_alone,
     gradient,
-    run_all,
     run_good,
 )
 from tests.tiny_models import tiny_qwen3_moe
@@ -169,21 +169,7 @@ def test_layers_that_are_computed_again_give_the_same_numbers(
 def test_nan_of_one_adapter_goes_through_the_router_and_to_nobody_else(
     group, start, adapters, layout, tmp_path
 ):
-    start(layout)
-    run_good(group, *(request for request in REQUESTS if request.run != "b"))
-    expected = {run: gradient(group, run, tmp_path / "g") for run in "acd"}
-    start(layout)
-    file = adapters["b"] / "adapter_model.safetensors"
-    save_file({name: t.fill_(torch.nan) for name, t in load_file(file).items()}, file)
-    group.call("load", "b", adapters["b"], "adapter")
-    results = dict(zip("abcde", run_all(group, REQUESTS), strict=True))
-    failure = results.pop("b")
-    assert isinstance(failure, Failure)
-    assert failure.message.startswith("datum 0: the logprob at position 0 is nan")
-    assert all(isinstance(result, LossResult) for result in results.values())
-    assert gradient(group, "b", tmp_path / "g") == {}
-    for run, wanted in expected.items():
-        assert_close(gradient(group, run, tmp_path / "g"), wanted, relative=1e-6)
+    assert_nan_stays_with_its_run(group, lambda: start(layout), adapters, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from backends.contract import Failure, LossResult, Partial
+from backends.contract import Failure, Partial
 from backends.lora.peft_folder import save_adapter
 from backends.model import FrozenModel
 from tests.megatron.group import Group
@@ -19,6 +18,7 @@ from tests.megatron.material import (
     MAX_TOKENS,
     REQUESTS,
     SPECS,
+    assert_nan_stays_with_its_run,
     expected_alone,
     gradient,
     run_all,
@@ -101,21 +101,7 @@ def test_layers_that_are_computed_again_give_the_same_numbers(
 def test_a_request_that_fails_leaves_nothing_and_the_others_as_they_were(
     group, start, adapters, layout, tmp_path
 ):
-    start(layout)
-    run_good(group, *(request for request in REQUESTS if request.run != "b"))
-    expected = {run: gradient(group, run, tmp_path / "g") for run in "acd"}
-    start(layout)
-    file = adapters["b"] / "adapter_model.safetensors"
-    save_file({name: t.fill_(torch.nan) for name, t in load_file(file).items()}, file)
-    group.call("load", "b", adapters["b"], "adapter")
-    results = dict(zip("abcde", run_all(group, REQUESTS), strict=True))
-    failure = results.pop("b")
-    assert isinstance(failure, Failure)
-    assert failure.message.startswith("datum 0: the logprob at position 0 is nan")
-    assert all(isinstance(result, LossResult) for result in results.values())
-    assert gradient(group, "b", tmp_path / "g") == {}
-    for run, wanted in expected.items():
-        assert_close(gradient(group, run, tmp_path / "g"), wanted, relative=1e-6)
+    assert_nan_stays_with_its_run(group, lambda: start(layout), adapters, tmp_path)
 
 
 @only_llama
